@@ -65,7 +65,7 @@ def main() -> int:
         if verdict.broken:
             broken[seed] = verdict
             print(seed, verdict.broken[:3], verdict.faults, flush=True)
-        gc.collect()  # while it is still in the cache of the core
+        gc.collect()  # while the garbage is still in the CPU cache
     spent_s = time.process_time() - begun
     if args.coverage:
         print(*table(transitions, args.seeds), sep="\n")

@@ -1,4 +1,5 @@
-"""The shells of the simulation: what the actors of the real cluster do around its processes."""
+"""Simulated actors: what the actors of a real cluster do around the coordinator, engines and
+manager."""
 
 from __future__ import annotations
 
@@ -39,12 +40,13 @@ if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane
 
 _UNHEALTHY_S = 30.0
-"""Serve asks a replica every ten seconds, and ends it after three bad answers."""
+"""Serve checks the health of a replica every ten seconds, and kills it after three failed
+checks."""
 NAMESPACE, IDENTITY = "sim", "0" * 12
 
 
 def identity(weights: int) -> str:
-    """Of the configuration with these weights."""
+    """Returns the identity of the configuration with these weights."""
     return f"{weights:012x}"
 
 
@@ -61,7 +63,7 @@ Done = Callable[[Any], None]
 
 
 class SimCoordinator(CoordinatorService):
-    """As `coordinator/coordinator.py`. Its calls return what a caller awaits."""
+    """Simulates `coordinator/coordinator.py`. Its calls return what a caller awaits."""
 
     runtime_class: type[SimRuntime] = SimRuntime
 
@@ -95,7 +97,7 @@ class SimCoordinator(CoordinatorService):
 
     @property
     def machine_view(self) -> ClusterView:
-        """What it knows, as it is now."""
+        """The current view of its state machine."""
         return self._state_machine.view()
 
     @property
@@ -117,7 +119,7 @@ class SimCoordinator(CoordinatorService):
 
 
 def finder(plane: ControlPlane, process: Process, known: CoordinatorContact) -> FindCoordinator:
-    """As `find` in `coordinator/coordinator.py`."""
+    """Returns a function like `find` in `coordinator/coordinator.py`."""
     ray = SimRay(plane.ray, process)
 
     async def find() -> CoordinatorContact | None:
@@ -133,7 +135,7 @@ def finder(plane: ControlPlane, process: Process, known: CoordinatorContact) -> 
 
 
 class SimEngine:
-    """As `engine/serving/actor.py`."""
+    """Simulates `engine/serving/actor.py`."""
 
     def __init__(
         self,
@@ -230,7 +232,7 @@ class SimEngine:
 
     @property
     def has_work(self) -> bool:
-        """Be it requests that nobody awaits any more, or a step for its peers."""
+        """Whether it has requests, even if nobody awaits them, or must step with its peers."""
         return self.server is not None and self.server.core.has_work
 
     def ready(self) -> EngineReady:
@@ -267,8 +269,8 @@ class SimEngine:
 
 
 class ObservedManager(ClusterManager):
-    """Says which number of engines it falls back to when a requested change fails, and when the
-    number falls."""
+    """Reports the target to which it falls back when a requested change fails, a decrease of the
+    target, and that it has lost leadership."""
 
     on_failed_change: Done
     on_shrink: Callable[[], None]
@@ -290,7 +292,7 @@ class ObservedManager(ClusterManager):
 
 
 class SimManager:
-    """As `ManagerDeployment` in `cluster/app.py`, which Serve starts again where it dies."""
+    """Simulates `ManagerDeployment` in `cluster/app.py`, which Serve restarts when it dies."""
 
     def __init__(self, plane: ControlPlane, process: Process) -> None:
         self.process = process
@@ -317,7 +319,8 @@ class SimManager:
         return self._coordinator.contact
 
     async def _start(self) -> None:
-        """Serve ends a replica whose constructor raises, and starts another one."""
+        """Starts the manager. If that raises, Serve would kill the replica and start another
+        one."""
         try:
             await self.manager.start()
         except Exception:
@@ -326,13 +329,13 @@ class SimManager:
         self.has_started = True
 
     def _on_deposed(self) -> None:
-        """It is not healthy any more."""
+        """Kills the process after the time in which Serve notices that it is unhealthy."""
         kernel = self.process.kernel
         kernel.at(kernel.now + _UNHEALTHY_S, WORLD, self.process.kill)
 
     def do(self, call: str, args: tuple[Any, ...], on_begun: Done, on_end: Done) -> None:
-        """An operator's request: it is accepted once it is written down. `on_begun` gets the target
-        when it is in the manager's state, `on_end` an error, or the target."""
+        """Sends a request of an operator, which is accepted when it is saved. `on_begun` gets the
+        target when it is in the manager's state; `on_end` gets an exception, or the target."""
 
         async def run() -> None:
             try:
@@ -344,7 +347,7 @@ class SimManager:
                     "scale",
                     "upgrade",
                     "update_weights",
-                ):  # it begins when it is known that there is room
+                ):  # it starts after the manager has checked that there is room
                     await result
                 on_begun(self.manager.target)
                 if call in ("pause", "resume"):

@@ -1,9 +1,9 @@
-"""The ends of channels, as `swell.coordinator.transport.channel` has them: frames are really
-encoded and decoded, and travel over the simulated network. `test_channel_contract.py` holds both to
-the same.
+"""Simulates the channel ends of `swell.coordinator.transport.channel`. Frames are really encoded
+and decoded, and travel over the simulated network. `test_channel_contract.py` runs the same tests
+with both.
 
 Where ZeroMQ would block the thread, nothing blocks here: an inbox whose address is taken listens
-later, and a closing outlet tries to deliver while its process goes on.
+later, and a closing outlet tries to deliver its messages while its process continues.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEVER = float("inf")
 
 
 class SimWaker:
-    """Ends a wait for messages, from any loop of its process."""
+    """Interrupts a wait for messages. It may be called from any loop of its process."""
 
     def __init__(self) -> None:
         self.woken = False
@@ -45,19 +45,19 @@ class SimWaker:
 
 
 class SimEnd:
-    """What inboxes and outlets share: messages that have come, and the one wait for them."""
+    """Base of inboxes and outlets: received messages, and the only wait for them."""
 
     def __init__(self, process: Process, net: Network, message_type: Any) -> None:
         self.process, self.net = process, net
         self.closed = False
         self.queue: deque[Any] = deque()
-        """What has come."""
+        """Messages that have arrived."""
         self._frame_decoder: FrameDecoder[Any] = FrameDecoder(message_type)
         self._waiter: asyncio.Future[None] | None = None
         self._deadline = 0.0
-        """Of the present wait, by the clock of the process."""
+        """The deadline of the current wait, by the clock of the process."""
         self._timer: Any = None
-        """Wakes at or before the deadline: it outlives a wait, so that few are made."""
+        """Fires at or before the deadline. It outlives a wait, so that few timers are created."""
         process.ends.append(self)
 
     @property
@@ -69,8 +69,8 @@ class SimEnd:
             self._waiter.set_result(None)
 
     def begin_wait(self, timeout_s: float | None) -> asyncio.Future[None]:
-        """Done when there is a message, at a call of `wake`, or when the time is over; `end_wait`
-        comes after it."""
+        """Returns a future that is done when there is a message, when `wake` is called, or after
+        the timeout. `end_wait` must be called after it."""
         assert self._waiter is None, "two loops wait for one end"
         process = self.process
         waiter: asyncio.Future[None] = asyncio.Future(loop=process.loop)  # type: ignore[arg-type]
@@ -101,7 +101,8 @@ class SimEnd:
             self._set_timer(self._deadline)
 
     def ready(self, timeout_s: float | None = 0.0, waker: SimWaker | None = None) -> bool:
-        """Without waiting; who waits awaits `SimRuntime.ready`."""
+        """Returns whether there is a message. It cannot wait: loops that wait await
+        `SimRuntime.ready`."""
         if self.queue or timeout_s == 0.0:
             return bool(self.queue)
         raise RuntimeError("only `SimRuntime.ready` waits")
@@ -118,8 +119,8 @@ class SimEnd:
 
 
 class SimInbox(SimEnd):
-    """As `Inbox`, a ROUTER: drops what it cannot deliver, and hands an identity over to the newest
-    connection that has it."""
+    """Simulates `Inbox`, a ROUTER. It drops messages that it cannot deliver. The newest connection
+    with an identity takes the identity over."""
 
     def __init__(
         self,
@@ -158,7 +159,7 @@ class SimInbox(SimEnd):
 
     def take(self) -> Iterator[tuple[bytes, Any]]:
         left, decode = _MAX_BURST, self._frame_decoder.decode
-        while self.queue and left:  # it is another one after a handover
+        while self.queue and left:  # a handover replaces `self.queue`
             side, frame = self.queue.popleft()
             left -= 1
             message = decode(frame)
@@ -166,7 +167,7 @@ class SimInbox(SimEnd):
                 yield side.identity, message
 
     def close(self) -> None:
-        """What was sent arrives."""
+        """Closes the inbox. Messages that were sent still arrive."""
         self._end(Side.close)
 
     def vanish(self) -> None:
@@ -182,7 +183,7 @@ class SimInbox(SimEnd):
         self._detach()
 
     def sides(self) -> list[Side]:
-        """Of its connections."""
+        """The inbox's sides of its connections."""
         return list(self._peers.values())
 
     def on_process_stopped(self) -> None:
@@ -197,8 +198,9 @@ class SimInbox(SimEnd):
             self.wake()
 
     def on_open(self, side: Side) -> None:
-        """As ZeroMQ does: what an identity's former connection has brought, and nobody has taken,
-        is lost if that connection is still there; else it comes under a name of its own."""
+        """Handles a new connection as ZeroMQ does. If the previous connection of the identity is
+        still open, its unread messages are lost. If it has closed, they keep a new identity of
+        their own."""
         former = self._peers.get(side.identity)
         self._peers[side.identity] = side
         if former is not None:
@@ -215,8 +217,8 @@ class SimInbox(SimEnd):
 
 
 class SimOutlet(SimEnd):
-    """As `Outlet`, a DEALER: keeps what it was given until it is connected, be it to a successor at
-    the same address, and connects again when it has lost its connection."""
+    """Simulates `Outlet`, a DEALER. It keeps messages until it is connected, possibly to a
+    successor at the same address, and reconnects when its connection is lost."""
 
     def __init__(
         self,
@@ -231,10 +233,10 @@ class SimOutlet(SimEnd):
         self.identity = identity or process.bits.randbytes(8).replace(b"\0", b"\1")
         self.label = f"{process.name}>{address.tcp.removeprefix('tcp://')}"
         self.side: Side | None = None
-        """Of its connection, or of the handshake."""
+        """The side of the connection, or of the current handshake."""
         self.trying_since = net.kernel.now
         self.was_blocked = False
-        """Its last attempt met a cut."""
+        """Whether a cut blocked its last attempt."""
         self._unsent: deque[tuple[bytes, str]] = deque()
         self._gives_up = False
         net.connect(self)
@@ -255,7 +257,8 @@ class SimOutlet(SimEnd):
         return self._frame_decoder.decode(self.queue.popleft())
 
     def close(self) -> None:
-        """What was sent arrives; what was not sent yet is tried for a while."""
+        """Closes the outlet. Messages that were sent arrive; for unsent messages it tries for
+        `linger_s`."""
         self._end(self.net.options.linger_s)
 
     def vanish(self) -> None:
@@ -286,7 +289,7 @@ class SimOutlet(SimEnd):
         self._detach()
 
     def _abandon(self, side: Side) -> None:
-        """A handshake that has no other side yet ends without a word."""
+        """Closes the connection. A handshake that has no peer yet closes silently."""
         if hasattr(side, "peer"):
             side.close()
         else:
@@ -319,7 +322,7 @@ class SimOutlet(SimEnd):
 
 
 class SimAsyncOutlet(SimOutlet):
-    """As `AsyncOutlet`: hands each message to a callback of the event loop."""
+    """Simulates `AsyncOutlet`: passes each message to a callback of the event loop."""
 
     def __init__(
         self,
@@ -336,7 +339,7 @@ class SimAsyncOutlet(SimOutlet):
         return self.side is not None and self.side.open
 
     def close(self) -> None:
-        """What was sent arrives; what was not sent yet is dropped."""
+        """Closes the outlet. Messages that were sent arrive; unsent ones are dropped."""
         self._end(0.0)
 
     def on_frame(self, side: Side, frame: bytes) -> None:
@@ -351,6 +354,6 @@ class SimAsyncOutlet(SimOutlet):
 
 
 def _expect_silence(side: Side) -> None:
-    """The peer gives up if this side's process does not run for as long as its timeout."""
+    """Lets the peer give up if the process of this side stays stopped for the peer's timeout."""
     process, stops = side.process, side.process.stops
     side.peer.give_up_unless_heard(lambda: process.stopped and process.stops == stops)

@@ -1,7 +1,7 @@
-"""Where a test of channels runs: over ZeroMQ and TCP, or over the simulated network.
+"""The environments of channel tests: ZeroMQ over TCP, or the simulated network.
 
-A test is a coroutine that takes a `ChannelWorld`. Inboxes are on one host; outlets are on the same
-one, or on another one whose connections a `Wire` can break.
+A test is a coroutine with a `ChannelWorld` as argument. Inboxes are on one host; outlets are on the
+same host, or on another one whose connections a `Wire` can break.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.simulator.process import Process
 from tests.simulator.tcp_proxy import Direction, TcpProxy
 
 SOON_S = 60.0
-"""A deadline that only a failure reaches."""
+"""A timeout that expires only if a test fails."""
 LONG_S = 0.4
 """Longer than a reconnection takes."""
 _LOOK_S = 0.002
@@ -40,14 +40,14 @@ Seen = Callable[[ChannelAddress], ChannelAddress]
 
 
 class Wire(Protocol):
-    """The way from another host to one inbox."""
+    """The path from another host to one inbox."""
 
     address: ChannelAddress
-    """The inbox, as outlets of the other host reach it."""
+    """The inbox's address for outlets of the other host."""
 
     @property
     def connections(self) -> int:
-        """How often it was connected."""
+        """The number of connections so far."""
 
     def reset(self) -> None: ...
 
@@ -58,7 +58,7 @@ class Wire(Protocol):
 
 class ChannelWorld(Protocol):
     def inbox(self, *, name: str | None = None, port: int = 0) -> Any:
-        """Of strings."""
+        """Creates an inbox for strings."""
 
     def outlet(self, address: ChannelAddress, identity: bytes | None = None) -> Any: ...
 
@@ -72,7 +72,7 @@ class ChannelWorld(Protocol):
 
 
 def over_both(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Run a coroutine in the world of the fixture."""
+    """Runs a coroutine in the world that the fixture provides."""
 
     @wraps(test)
     def run(world: ChannelWorld, **values: Any) -> None:
@@ -82,12 +82,13 @@ def over_both(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., N
 
 
 def own(name: str) -> str:
-    """A name that no other run of the tests uses: the machine has only one of each."""
+    """Returns a name that no other test run on this machine uses, because names are unique per
+    machine."""
     return f"{name}-{os.getpid()}"
 
 
 async def take(world: ChannelWorld, inbox: Any, count: int) -> list[tuple[bytes, str]]:
-    """The next `count` messages, with the identities of their senders."""
+    """Returns the next `count` messages, with the identities of their senders."""
     received: list[tuple[bytes, str]] = []
     for _ in range(round(SOON_S / _LOOK_S)):
         received += inbox.take()
@@ -98,7 +99,7 @@ async def take(world: ChannelWorld, inbox: Any, count: int) -> list[tuple[bytes,
 
 
 async def hear(world: ChannelWorld, outlet: Any, within_s: float = SOON_S) -> str | None:
-    """The next message of an outlet, or None."""
+    """Returns the next message of an outlet, or None after `within_s`."""
     for _ in range(round(within_s / _LOOK_S) + 1):
         if outlet.ready(0.0):
             message: str | None = outlet.take()
@@ -116,7 +117,7 @@ async def until(world: ChannelWorld, holds: Callable[[], bool]) -> None:
 
 
 async def until_reached(world: ChannelWorld, inbox: Any, peer: bytes, outlet: Any) -> None:
-    """Until what is sent to this identity arrives at this outlet."""
+    """Waits until messages to this identity arrive at this outlet."""
     for _ in range(round(SOON_S / LONG_S)):
         inbox.send(peer, "?")
         if await hear(world, outlet, LONG_S) is not None:
@@ -141,7 +142,7 @@ class _ProxyWire:
 
 
 class ZmqWorld:
-    """Real ends."""
+    """Runs tests with real channels."""
 
     def __init__(self, silence_s: float) -> None:
         self._keys = make_keys()
@@ -188,7 +189,7 @@ class ZmqWorld:
                     end.close()
 
 
-# ---------------------------------------------------------------- the simulation
+# ---------------------------------------------------------------- simulation
 
 
 class _CutWire:
@@ -217,7 +218,7 @@ _PATHS = {"up": ("host1", "host0"), "down": ("host0", "host1")}
 
 
 class SimWorld:
-    """Simulated ends: inboxes at host0, outlets there and at host1."""
+    """Runs tests with simulated channels: inboxes are on host0, outlets on host0 and host1."""
 
     def __init__(self, silence_s: float, seed: int = 0) -> None:
         self._kernel = Kernel(seed)

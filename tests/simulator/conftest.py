@@ -1,4 +1,4 @@
-"""Tests of channels run over ZeroMQ and over the simulated network."""
+"""Fixtures that run tests of channels over ZeroMQ and over the simulated network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.simulator.channel_worlds import ChannelWorld, Seen, SimWorld, ZmqWorl
 
 @pytest.fixture
 def silence_s() -> float:
-    """After which a connection is taken for dead."""
+    """Returns the time without data after which a connection counts as dead."""
     return DEFAULT_SILENCE_S
 
 
@@ -25,7 +25,7 @@ def world(request: Any, silence_s: float) -> ChannelWorld:
 
 @pytest.fixture(params=["near", "far"])
 def seen(request: Any) -> Seen:
-    """The address of an inbox as a peer of the same machine, or of another one, sees it."""
+    """Returns the address of an inbox as a peer on the same machine, or on another one, sees it."""
     near = request.param == "near"
 
     def seen(address: ChannelAddress) -> ChannelAddress:

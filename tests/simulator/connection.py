@@ -1,14 +1,14 @@
-"""One connection as each of its two sides sees it: in order, while it lasts.
+"""One connection as each of its two sides sees it: frames arrive in order as long as it lasts.
 
-Law: a side learns of the other only by what arrives, and by its own timeouts. So a connection may
-be half open: one side has given it up, and the other one goes on sending into it.
+Invariant: a side learns about the other one only from what arrives, and by its own timeouts. So a
+connection may be half-open: one side has given it up, and the other one still sends into it.
 
-    Side.send --> on the way --> Side.arrive --> peer.end.on_frame
-                      |
-                      +-- held: this direction is cut; TCP sends again when it heals
+    Side.send --> in flight --> Side.arrive --> peer.end.on_frame
+                    |
+                    +-- held: this direction is cut; TCP sends again when it heals
 
-A side is open from the end of its handshake until it closes, gives up, or hears of the other's end.
-What arrives at a side that is not open is lost, and answered with a reset.
+A side is open from the end of its handshake until it closes, gives up, or receives the peer's
+close. Frames that arrive at a side that is not open are lost, and answered with a reset.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 
 UNLIMITED = 1 << 62
 LOSS = 0.3
-"""Share of packets that a lossy link loses."""
+"""The share of packets that a lossy link loses."""
 RETRANSMISSION_S = 0.2
-"""Until TCP sends a packet again; twice as long each further time."""
+"""The time until TCP sends a packet again; it doubles with each further attempt."""
 _MAX_LOSSES = 3
 
 
 class _Marker:
-    """What a connection sends for itself."""
+    """A control message of the connection itself."""
 
 
 READY = _Marker()
-"""The last message of the handshake: the side that has connected is open."""
+"""The last message of the handshake. It opens the side of the outlet."""
 FINISHED = _Marker()
-"""The other side has closed."""
+"""Tells the peer that this side has closed."""
 
 
 class ConnectionEnd(Protocol):
-    """What a side belongs to: an inbox or an outlet."""
+    """The owner of a side: an inbox or an outlet."""
 
     process: Process
 
@@ -53,7 +53,7 @@ class ConnectionEnd(Protocol):
 
 
 class Side:
-    """One end of a connection, and the way from it to its peer."""
+    """One end of a connection, and the direction from it to its peer."""
 
     __slots__ = (
         "_arrived",
@@ -80,28 +80,29 @@ class Side:
     def __init__(
         self, net: Network, end: ConnectionEnd, identity: bytes, label: str, connected_here: bool
     ) -> None:
-        """`identity`: of the outlet. `connected_here`: the side of the outlet."""
+        """`identity`: the identity of the outlet. `connected_here`: whether it is the outlet's
+        side."""
         self._net = net
         self.end, self.process = end, end.process
         self.identity = identity
         self.label = label.encode()
         self.connected_here = connected_here
         self.open = False
-        """Its handshake is done, and it has not closed."""
+        """Whether its handshake is complete and it has not closed."""
         self.closed = False
         self.held: deque[Any] | None = None
-        """What waits, while the direction from here to the peer is cut."""
+        """Frames held back while the direction to the peer is cut; None: not cut."""
         self._random: Random = net.kernel.random(f"delay:{label}")
         self._arrives_at = 0.0
         self._sent = self._arrived = self._flushed = 0
         self._deliverable = UNLIMITED
-        """Frames that arrive in all; those after them are lost."""
+        """How many of the sent frames may arrive; later ones are lost."""
         self._unacked: object | None = None
 
     # ---------------------------------------------------------------- frames
 
     def send(self, frame: bytes, kind: str = "") -> None:
-        """Put it on its way; `kind` names the type of its message."""
+        """Sends a frame. `kind`: the name of its message's type."""
         net, peer = self._net, self.peer.process
         kernel = net.kernel
         delay_s = net.delay_s * (0.5 + self._random.random())
@@ -119,7 +120,7 @@ class Side:
             net.on_sent(kind, self, at)
 
     def _retransmission_s(self) -> float:
-        """How much later it arrives because packets with it were lost: all behind it wait."""
+        """Returns the delay by lost packets of this frame. All later frames wait, too."""
         net, delay_s = self._net, 0.0
         if not net.is_lossy(self.process.host, self.peer.process.host):
             return delay_s
@@ -130,20 +131,20 @@ class Side:
         return delay_s
 
     def mark(self, marker: _Marker) -> None:
-        """Send READY or FINISHED, behind all frames."""
+        """Sends READY or FINISHED after all frames."""
         net = self._net
         at = net.kernel.now + net.options.delay_s * (0.5 + self._random.random())
         self._arrives_at = at = max(at, self._arrives_at)
         net.kernel.at(at, self.peer.process, self.arrive, marker)
 
     def arrive(self, frame: Any) -> None:
-        """It has come to the peer; runs there."""
+        """Handles a frame that has arrived at the peer. Runs in the peer's process."""
         peer = self.peer
         if self.held is not None:
             self.held.append(frame)
             self.expect_ack()
             return
-        if peer.held is not None:  # it arrives, and its acknowledgement does not
+        if peer.held is not None:  # the frame arrives, but its acknowledgement does not
             self.expect_ack()
         if frame.__class__ is not bytes:
             self._arrive_marker(frame)
@@ -166,15 +167,16 @@ class Side:
             peer.end.on_open(peer)
 
     def reset_by_peer(self) -> None:
-        """The peer's host answers that it knows no such connection, if the answer gets here."""
+        """Lets the peer's host answer that it knows no such connection, if the answer can arrive
+        here."""
         net = self._net
         if self.open and not net.is_cut(self.peer.process.host, self.process.host):
             net.kernel.at(net.kernel.now + net.options.delay_s, self.process, self.close, False)
 
-    # ---------------------------------------------------------------- the end of it
+    # ---------------------------------------------------------------- closing
 
     def close(self, tell: bool = True) -> None:
-        """This side ends it. `tell`: the peer hears of it, behind what is on its way."""
+        """Closes this side. `tell`: whether the peer is told, after all frames in flight."""
         if self.closed:
             return
         self.open, self.closed = False, True
@@ -186,26 +188,26 @@ class Side:
         self.end.on_closed(self)
 
     def vanish(self) -> None:
-        """Its process was killed: of what is on its way the first few frames arrive. Its host sends
-        again what a cut holds."""
+        """Closes a side whose process was killed: only the first few frames in flight arrive. The
+        host still sends frames again that a cut holds back."""
         least = max(self._arrived, self._flushed)
         self._deliverable = least + self._random.randint(0, max(0, self._sent - least))
         self.close()
 
     def lose_all(self) -> None:
-        """Nothing that is on its way arrives."""
+        """Loses all frames in flight."""
         self._deliverable = self._arrived
         if self.held is not None:
             self.held.clear()
 
     def flush(self) -> None:
-        """What was sent until now has left the process."""
+        """Marks everything sent so far as having left the process."""
         self._flushed = self._sent
 
     # ---------------------------------------------------------------- cuts
 
     def cut(self) -> None:
-        """From now on nothing arrives that goes from here to the peer."""
+        """Blocks all frames from here to the peer."""
         if self.held is None:
             self.held = deque()
         held = self.held
@@ -217,7 +219,7 @@ class Side:
                 side.expect_ack(self._random.random() * self._net.options.heartbeat_s)
 
     def release(self) -> None:
-        """TCP sends again, and it arrives; runs at the peer."""
+        """Delivers held frames, which TCP sends again. Runs in the peer's process."""
         if self.held is None or self._net.is_cut(self.process.host, self.peer.process.host):
             return
         held, self.held = self.held, None
@@ -227,7 +229,7 @@ class Side:
             self.arrive(frame)
 
     def give_up_unless_heard(self, silent: Any) -> None:
-        """The timeouts of this side begin: it closes if `silent()` holds until their end."""
+        """Starts the timeouts of this side: it closes if `silent()` holds when they expire."""
         options, kernel = self._net.options, self._net.kernel
         if self.connected_here and not self.open:
             timeout_s = options.handshake_timeout_s
@@ -243,7 +245,7 @@ class Side:
         kernel.at(kernel.now + timeout_s, self.process, look)
 
     def expect_ack(self, after_s: float = 0.0) -> None:
-        """Something is sent whose acknowledgement cannot come: TCP's user timeout begins."""
+        """Starts TCP's user timeout, because the acknowledgement of a packet cannot arrive."""
         timeout_s = self._net.options.user_timeout_s
         if timeout_s is None or self._unacked is not None:
             return

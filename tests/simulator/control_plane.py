@@ -1,5 +1,5 @@
 """The real control plane on simulated hosts: ingresses from `AsyncLLM.submit` downward, engines
-without tensors, coordinator, manager, and a Ray of tables."""
+without tensors, the coordinator, the manager, and a simulated Ray."""
 
 from __future__ import annotations
 
@@ -39,21 +39,22 @@ DRAIN_TIMEOUT_S = 5.0
 MAX_ENGINES = 4
 
 _NODE_RESTART_S = 2.0
-"""From the moment at which a host that Ray has given up can be reached again."""
+"""The time from when a host that Ray has given up is reachable again until it is a new node."""
 _RESTART_S = 1.0
-"""Until Serve has started a manager or an ingress again."""
+"""The time until Serve has restarted a manager or an ingress."""
 _POLL_S = 0.1
 
 
 AUTOSCALING = {"queue_s": 0.05, "kv_usage": 0.05, "grow_after_s": 0.5, "shrink_after_s": 4.0}
-"""So that the little load of a scenario moves the target."""
+"""Options with which the small load of a scenario changes the target."""
 
 
 @functools.cache
 def make_config(
     engines: int, expert: bool, autoscaled: bool = False, prefill_engines: int = 0
 ) -> Config:
-    """With `prefill_engines` nothing is ever found in the folder: prompts are computed twice."""
+    """Returns the configuration of a scenario. With `prefill_engines` the handover folder does not
+    exist, so prompts are always computed twice."""
     return load(
         {
             "model": {"path": "none", "device": "cpu"},
@@ -78,7 +79,7 @@ def make_config(
 
 
 class Usage:
-    """What an ingress counts."""
+    """Counts tokens and finished requests of an ingress."""
 
     def __init__(self) -> None:
         self.output_tokens = 0
@@ -99,7 +100,7 @@ class Usage:
 
 
 class SimRequest:
-    """One accepted request, as its client sees it."""
+    """An accepted request, as its client sees it."""
 
     def __init__(self, number: int, request: Request) -> None:
         self.number, self.request = number, request
@@ -108,7 +109,7 @@ class SimRequest:
         self.end: str | None = None
         self.ended_with_ingress = False
         self.state: RequestState | None = None
-        """In the ingress; None: it was refused."""
+        """The state of the request in the ingress; None: not submitted, or refused."""
 
     async def follow(self, llm: AsyncLLM) -> None:
         request = EngineCoreRequest(
@@ -149,7 +150,7 @@ def _reason_of(completion: CompletionOutput) -> str:
 
 
 class SimIngress:
-    """One replica; its requests are lost with it."""
+    """A replica of the ingress. Its requests are lost when it terminates."""
 
     def __init__(self, plane: ControlPlane, index: int) -> None:
         self.index, self._plane = index, plane
@@ -163,12 +164,13 @@ class SimIngress:
 
     @property
     def coordinator_address(self) -> object:
-        """Of the one that it follows."""
+        """The address of the coordinator that it follows."""
         client: Any = None if self.llm is None else self.llm._client
         return None if client is None else client._address
 
     def _on_exit(self, process: Process) -> None:
-        """Its clients lose their connections; Serve starts another one."""
+        """Finishes the requests, whose clients lose their connections; Serve starts another
+        ingress."""
         for request in self.requests:
             if request.end is None:
                 request.ended_with_ingress = True
@@ -202,7 +204,8 @@ class SimIngress:
         )
 
     def submit(self, request: SimRequest) -> None:
-        """A client has connected. It is refused while no engine was ever seen, and comes again."""
+        """Accepts a request when the ingress has seen an engine. A real client is refused before
+        that, and tries again."""
         self.requests.append(request)
         task = partial(self.process.loop.create_task, name=f"r{request.number}")
         self._plane.kernel.soon(self.process, lambda: task(self._submit(request)))
@@ -214,7 +217,7 @@ class SimIngress:
 
 
 class ControlPlane:
-    """Everything of one scenario but its faults."""
+    """Holds all parts of a scenario except its faults."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -226,12 +229,12 @@ class ControlPlane:
         self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")
         self.engines: list[SimEngine] = []
-        """Of all starts, living or not."""
+        """Engines of all starts, alive or not."""
         self.coordinators: list[tuple[Process, SimCoordinator]] = []
         self.resources: dict[str, dict[str, float]] = {
             host: {"CPU": float(room)} for host, room in zip(HOSTS, scenario.rooms, strict=True)
         }
-        """Of each host now, as a new node of it would have them."""
+        """The resources of each host, which a new node on it would have, too."""
         if scenario.autoscaled:
             self.resources |= {host: {} for host in HOSTS[1:]}
         self.ray = SimRayCluster(
@@ -245,13 +248,13 @@ class ControlPlane:
         self.on_view: list[Callable[[SimIngress, ClusterView], None]] = []
         """Called with each view that an ingress applies."""
         self.on_poison: list[Callable[[Process], None]] = []
-        """Called when an engine computes a request that ends it."""
+        """Called when an engine computes a poison request."""
         self.on_leave: list[Callable[[list[int]], None]] = []
-        """Called when a coordinator is told that engines leave."""
+        """Called when a coordinator is told that engines must leave."""
         self.on_detach: list[Callable[[list[int]], None]] = []
-        """Called when a coordinator is to take out engines that leave."""
+        """Called when a coordinator is told to detach engines."""
         self.deployed = 0
-        """The weights of the configuration with which Serve starts a manager."""
+        """The weights in the configuration with which Serve starts a manager."""
         self.operator = Operator(self)
         self.provider = NodeProvider(self) if scenario.autoscaled else None
         self.manager = self._new_manager()
@@ -273,23 +276,24 @@ class ControlPlane:
         return manager
 
     def _on_manager_exit(self, process: Process) -> None:
-        if process is not self.manager.process:  # another one is there
+        if process is not self.manager.process:  # another manager has replaced it
             return
         self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
 
     def _restart_manager(self) -> None:
-        """Serve has another host for it when Ray has noticed that the host was lost."""
+        """Starts a manager. If its host is lost, Serve has another host only after Ray has noticed
+        the loss."""
         if self.ray.living_host(self.scenario.control_host) in self.ray.lost_hosts:
             self.kernel.at(self.kernel.now + _RESTART_S, WORLD, self._restart_manager)
             return
         self.manager = self._new_manager()
 
     def replace_manager(self) -> None:
-        """Serve starts another one, whatever becomes of this one."""
+        """Makes Serve start another manager, whether or not this one terminates."""
         self.manager = self._new_manager()
 
     def redeploy(self, weights: int) -> None:
-        """Serve replaces the manager by one with another configuration."""
+        """Makes Serve replace the manager with one that has another configuration."""
         self.deployed = weights
         self.manager.process.kill()
 
@@ -303,7 +307,7 @@ class ControlPlane:
         self.operator.on_failed_change(target)
 
     def _submit(self, request: SimRequest) -> None:
-        """A client without a connection tries again."""
+        """Submits a request, or tries again later if the ingress is not running."""
         ingress = self.ingresses[request.request.ingress]
         if ingress.process.alive:
             ingress.submit(request)
@@ -322,7 +326,8 @@ class ControlPlane:
         self.kernel.at(self.kernel.now + _RESTART_S, WORLD, restart)
 
     def _look_at_hosts(self) -> None:
-        """A host that Ray has given up is a new node some seconds after it can be reached."""
+        """Adds hosts that Ray has given up as new nodes, some seconds after they are reachable
+        again."""
         for host in HOSTS:
             if host in self.ray.lost_hosts:
                 continue
@@ -347,7 +352,7 @@ class ControlPlane:
 
     @property
     def coordinator(self) -> SimCoordinator | None:
-        """The newest one, if it lives."""
+        """The newest coordinator, if it is alive."""
         if not self.coordinators or not self.coordinators[-1][0].alive:
             return None
         return self.coordinators[-1][1]

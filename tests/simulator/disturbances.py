@@ -1,4 +1,4 @@
-"""Which engines were disturbed: only those may be taken for lost."""
+"""Records which engines were disturbed: only these may count as lost."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from tests.simulator.faults import FaultInjector
 from tests.simulator.process import Process
 
 LOOK_S = 0.25
-"""Between two looks."""
+"""Seconds between two looks."""
 _SILENT_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
-"""Until an engine has noticed that its coordinator is silent, and has looked for another one."""
+"""The time within which an engine has noticed that its coordinator is silent, and has looked for
+another one."""
 _EXCUSED_S = 2 * STALL_TIMEOUT_S
-"""After a longer one: its engine may be ended as long after it."""
+"""The time after a long disturbance within which its engine may be killed because of it."""
 
 
 class Disturbances:
-    """Looks several times a virtual second."""
+    """The disturbances of all engines. `look` must be called several times per virtual second."""
 
     def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
         self._disturbed: dict[Process, tuple[float, float]] = {}
-        """Engines that did not reach the coordinator, or did not run: from, until."""
+        """For each engine that did not run or did not reach the coordinator: start and end of the
+        disturbance."""
         self._missed: dict[Process, float] = {}
-        """Engines that did not reach a coordinator while it listened for them, and until when."""
+        """For each engine that was disturbed while a new coordinator waited for its messages: when,
+        at the latest."""
         self._coordinators: dict[Process, tuple[float, float]] = {}
-        """When each was there: from, until."""
+        """When each coordinator was alive: from, until."""
 
     def is_disturbed(self, engine: SimEngine) -> bool:
-        """It does not run, or does not reach the coordinator, or the head, which ends it then; or
-        it cannot know that there is another coordinator."""
+        """Returns whether the engine does not run, hangs, does not reach the coordinator or the
+        head (which then kills it), or cannot know that there is another coordinator."""
         process, plane = engine.process, self._plane
         if not process.runs or engine.executor.hangs or plane.coordinator is None:
             return True
@@ -43,8 +46,9 @@ class Disturbances:
         return any(net.is_blocked(process.host, host) for host in hosts)
 
     def _hears_an_earlier_coordinator(self, engine: SimEngine) -> bool:
-        """Ray has given up the host of that one and started the newest one, and it lived on: its
-        silence, which says so, began later."""
+        """Returns whether the engine follows an earlier coordinator that was still alive when Ray,
+        which had given up its host, started the newest one. The engine can notice its silence only
+        later."""
         *earlier, (newest, _) = self._plane.coordinators
         if engine.server is None or newest not in self._coordinators:
             return False
@@ -58,7 +62,8 @@ class Disturbances:
         return False
 
     def look(self, engines: list[SimEngine]) -> None:
-        """What was decided about one then cannot be done while Ray's GCS is away, but after it."""
+        """Records disturbances. A decision about an engine cannot be carried out while Ray's GCS is
+        unavailable, so an engine stays excused during that time."""
         now = self._kernel.now
         for process in [each for each, _ in self._plane.coordinators if each.alive]:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
@@ -83,15 +88,16 @@ class Disturbances:
 
     @property
     def _brief_s(self) -> float:
-        """A disturbance of less is no reason to end an engine. What it sent then may come after
-        twice the time, a heartbeat after what it sent before; two looks may miss a bit each."""
+        """The longest disturbance that is not a reason to kill an engine. What it sends meanwhile
+        may arrive after twice the time of the disturbance, and a heartbeat after its previous
+        message; two looks may each miss up to `LOOK_S`."""
         faults = self._faults
         silence_s = STALL_TIMEOUT_S / faults.fastest_clock - HEARTBEAT_S / faults.slowest_clock
         return silence_s / 2 - 2 * LOOK_S
 
     def is_excused(self, engine: SimEngine) -> bool:
-        """It was disturbed for long, or while a coordinator listened for what its predecessor left,
-        and not long ago."""
+        """Returns whether the engine hangs, or was recently disturbed for long, or while a new
+        coordinator waited for its messages."""
         begun, until = self._disturbed.get(engine.process, (0.0, 0.0))
         was_long = until - begun > self._brief_s and self._kernel.now - until < _EXCUSED_S
         missed_at = self._missed.get(engine.process, -_EXCUSED_S)

@@ -1,4 +1,4 @@
-"""A small cluster for tests of the network: a server that answers, and clients that ask it."""
+"""A small cluster for network tests: a server that answers requests, and clients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ class Reply(msgspec.Struct, frozen=True, tag=1, array_like=True):
 
 
 class EchoWorld:
-    """A server at host0, and clients at host1, host2 ... , connected after `settle`."""
+    """A server on host0, and clients on host1, host2 and so on. `settle` waits until they are
+    connected."""
 
     def __init__(
         self, clients: int = 1, options: NetworkOptions | None = None, seed: int = 0
@@ -31,7 +32,7 @@ class EchoWorld:
         self.net = Network(self.kernel, options)
         self.server = Process(self.kernel, "server", "host0")
         self.received: list[tuple[float, int]] = []
-        """When the server got which number."""
+        """Times at which the server received each number."""
         self.serve(self.server)
         self.clients = [Client(self, f"client{i}", f"host{i}") for i in range(1, clients + 1)]
 
@@ -49,7 +50,7 @@ class EchoWorld:
         self.kernel.soon(process, lambda: runtime.spawn("serve", serve()))
 
     def settle(self) -> None:
-        """A request of each client is answered."""
+        """Gets an answer for each client, so that all are connected, and forgets these messages."""
         for client in self.clients:
             client.ask(0)
         self.kernel.run(self.kernel.now + 0.1)
@@ -66,7 +67,7 @@ class EchoWorld:
 
 
 class Client:
-    """`replies`: when it got which number."""
+    """`replies`: the times at which it received each number."""
 
     def __init__(self, world: EchoWorld, name: str, host: str) -> None:
         self._kernel = world.kernel

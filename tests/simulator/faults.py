@@ -16,7 +16,7 @@ from tests.simulator.scenario import HOSTS, Fault
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
 _POISON_S = 0.003
 _GIVEN_UP_S = STALL_TIMEOUT_S + 1.0
-"""By this time a connection that delivers nothing is closed, and another one is open."""
+"""The time within which a connection that delivers nothing is closed and replaced."""
 _POWER_S = 3.0
 """A host without power stays away for at least this much longer than Ray needs to detect it."""
 

@@ -1,4 +1,5 @@
-"""Runs of a simulation in processes of their own, each with another order of its sets."""
+"""Runs code in separate processes, each with a different hash seed and so a different order of
+sets."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _TIMEOUT_S = 120
 
 
 def outputs(code: str, hash_seeds: Iterable[str]) -> set[str]:
-    """What the code prints, for each hash seed: one text if it depends on none."""
+    """Returns the different outputs of the code for these hash seeds: one text if the output does
+    not depend on them."""
     return {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Laws about who is a member: who stays, who goes in time, and who knows of it."""
+"""Laws about the members of the cluster: who stays, who leaves in time, and who knows it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ if TYPE_CHECKING:
 
 _SILENT_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
 _UNHEARD_S = 3 * STALL_TIMEOUT_S + 2 * HEARTBEAT_S
-"""For an engine that has sent this coordinator nothing."""
+"""The bound for an engine that has not sent anything to this coordinator."""
 _HEARD_S = 2 * HEARTBEAT_S
 _UNKNOWN_S = 1.5 * STALL_TIMEOUT_S
 _FOLLOW_S = 3.5 * HEARTBEAT_S
-"""Until a peer of the coordinator has what it knows: it looks every heartbeat or two."""
+"""The time within which peers of the coordinator must know what it knows: they poll every heartbeat
+or two."""
 _FORMED_S = 6.0
-"""Until a group has formed: each message that is lost shows a heartbeat later."""
+"""The time within which a group must form: each lost message is noticed a heartbeat later."""
 _WANTED_S = 3.0
-"""Engines that were wanted so shortly before may come yet."""
+"""Engines that were wanted up to this long ago may still join."""
 
 
 class MembershipWatch:
-    """Looks several times a virtual second."""
+    """Checks these laws. `look` must be called several times per virtual second."""
 
     def __init__(
         self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
@@ -44,14 +45,14 @@ class MembershipWatch:
         self._heard: set[tuple[SimCoordinator, int]] = set()
         """Incarnations that have reported to a coordinator."""
         self._wanted: list[tuple[float, int]] = []
-        """How many engines the manager wanted, and when."""
+        """The target number of engines of the manager, and when it was read."""
         self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
-        """Incarnations that were to go, the coordinator that took them out, and the engine if it
-        was healthy."""
+        """Incarnations that were asked to leave, with the coordinator that removed them, and the
+        engine if it was healthy."""
         self._ended: set[Process] = set()
-        """Whose end a manager has asked for."""
+        """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
-        """The members in the newest view of each, and the coordinator then."""
+        """The members in the newest view of each ingress, and the coordinator at that time."""
         plane.on_detach.append(self._on_detach)
         plane.on_view.append(self._on_view)
         plane.ray.on_end.append(self._ended.add)
@@ -81,13 +82,14 @@ class MembershipWatch:
         slowest = self._watch.slowest_clock
         return self._durations.held_s(key, holds=holds) > bound_s / slowest
 
-    # ---------------------------------------------------------------- who stays, and who goes
+    # ---------------------------------------------------------------- who stays, and who leaves
 
     def _look_at_lost(
         self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
     ) -> None:
-        """An engine that serves, reaches the coordinator, and was not asked to leave, stays; so it
-        does when that is another one, which has listened for it."""
+        """Checks that an engine that serves, reaches the coordinator and was not asked to leave
+        stays in the roster: also if the coordinator was replaced, because the new one waits for the
+        engines' messages."""
         if self._last is None:
             return
         for incarnation in self._last[1].keys() - members.keys():
@@ -103,7 +105,7 @@ class MembershipWatch:
     def _look_at_silent(
         self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
     ) -> None:
-        """One of which the coordinator hears nothing leaves in time."""
+        """Checks that an engine from which the coordinator hears nothing is removed in time."""
         net, process = self._plane.net, self._plane.coordinators[-1][0]
         for incarnation in members:
             engine = engines.get(incarnation)
@@ -120,7 +122,7 @@ class MembershipWatch:
                 self._break(f"{own.name} is silent, and is in the roster")
 
     def _look_at_repaired(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
-        """One that has all its workers again takes requests."""
+        """Checks that an engine that has all its workers again becomes active in time."""
         process = self._plane.coordinators[-1][0]
         for incarnation, member in members.items():
             engine = engines.get(incarnation)
@@ -135,7 +137,7 @@ class MembershipWatch:
                 self._break(f"{engine.process.name} serves again, and nobody knows")
 
     def _look_at_unknown(self, members: dict[int, Member]) -> None:
-        """A member that the manager does not have leaves in time."""
+        """Checks that a member that the manager does not have is removed in time."""
         handles = self._plane.manager.manager._fleet.handles
         ours = {handle.ready.incarnation for handle in handles if handle.ready is not None}
         for incarnation, member in members.items():
@@ -144,8 +146,8 @@ class MembershipWatch:
                 self._break(f"the manager does not have the engine {member.rank} of the roster")
 
     def _look_at_group(self, coordinator: SimCoordinator, engines: dict[int, SimEngine]) -> None:
-        """Engines that share experts form their group in time, if all of them, and of the one that
-        ends, run and reach each other and the coordinator."""
+        """Checks that engines that share experts form their group in time. All engines of the old
+        and the new group must run, and reach each other and the coordinator."""
         machine = coordinator._state_machine
         if machine.is_stable or not machine.waves.lockstep:
             return
@@ -165,8 +167,8 @@ class MembershipWatch:
             self._break(f"engines {ranks} do not form a group")
 
     def _look_at_requests(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
-        """No engine that was taken out has a request of an ingress that knows of it: be it that its
-        host was taken away, or that it lives on."""
+        """Checks that no request stays at a removed engine, whether its host was taken away or it
+        lives on, if the ingress of the request can know the removal."""
         process = self._plane.coordinators[-1][0]
         for ingress in self._plane.ingresses:
             llm = ingress.llm
@@ -179,10 +181,10 @@ class MembershipWatch:
                 if self._is_over(key, _FOLLOW_S, holds=is_gone):
                     self._break(f"{state.request_id} stays at an engine that was taken out")
 
-    # ---------------------------------------------------------------- who knows of it
+    # ---------------------------------------------------------------- who knows it
 
     def _look_at_intents(self, members: dict[int, Member]) -> None:
-        """Who is to leave is known to, and who stays."""
+        """Checks that the roster and the manager agree on which engines leave."""
         for handle in self._plane.manager.manager._fleet.engines.values():
             assert handle.ready is not None
             member = members.get(handle.ready.incarnation)
@@ -194,7 +196,7 @@ class MembershipWatch:
                 self._break(f"{handle.name} {what} in the roster, and not for the manager")
 
     def _look_at_troubles(self, members: dict[int, Member]) -> None:
-        """Starts that failed before one succeeded are forgotten."""
+        """Checks that failed starts are forgotten after one has succeeded."""
         manager = self._plane.manager.manager
         for rank, handle in manager._fleet.engines.items():
             assert handle.ready is not None
@@ -204,7 +206,7 @@ class MembershipWatch:
                 self._break(f"{handle.name} serves, and a start of its rank counts as failed")
 
     def _look_at_ingresses(self, coordinator: SimCoordinator) -> None:
-        """Each has the newest roster."""
+        """Checks that each ingress has the newest roster in time."""
         process, epoch = self._plane.coordinators[-1][0], coordinator.epoch
         for ingress in self._plane.ingresses:
             if ingress.llm is None or ingress.coordinator_address != coordinator.address:
@@ -215,7 +217,7 @@ class MembershipWatch:
             if self._is_over(key, _FOLLOW_S, holds=is_behind):
                 self._break(f"{ingress.process.name} does not have the roster of epoch {epoch}")
 
-    # ---------------------------------------------------------------- no more than are wanted
+    # ---------------------------------------------------------------- not too many engines
 
     def _note_wanted(self) -> None:
         now, manager = self._kernel.now, self._plane.manager
@@ -224,7 +226,8 @@ class MembershipWatch:
         self._wanted = [each for each in self._wanted if now - each[0] < _WANTED_S]
 
     def _look_at_joined(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
-        """But for one while versions change, and those in place of others whose hosts go."""
+        """Checks that no engine joins above the target number. One more may join while versions
+        change, and any number while engines on draining hosts are replaced."""
         if self._last is None or self._last[0] is not coordinator or self._plane.ray.draining:
             return
         upgrader = self._plane.manager.manager.upgrader
@@ -250,7 +253,8 @@ class MembershipWatch:
                 self._asked[member.incarnation] = coordinator, engine
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
-        """A view names as left those engines that were asked to, and no others."""
+        """Checks that `left` in a view contains the engines that were asked to leave, and no
+        others."""
         members = _by_incarnation(view.roster.members)
         for incarnation in view.roster.left:
             if incarnation not in self._asked:
@@ -269,8 +273,8 @@ class MembershipWatch:
         self._viewed[ingress] = newest, members
 
     def _has_left(self, engine: SimEngine) -> bool:
-        """It has not died or fallen silent before: if it is not there any more, a manager has ended
-        it."""
+        """Returns whether the engine did not die or fall silent before it left: a process that has
+        terminated was ended by a manager."""
         if engine.process.alive:
             return not self._watch.may_lose(engine)
         return engine.process in self._ended

@@ -1,8 +1,9 @@
-"""The network between processes: who listens where, what connects, and what goes wrong.
+"""The network between processes: listening addresses, connections, and faults.
 
-An outlet that is refused tries again after `reconnect_s`; one whose packets vanish sends a second
-one after 1 s, as TCP does, and begins anew after `connect_s`. Both come to nothing until something
-changes, so such outlets wait in a list, and a change gives each its next time.
+An outlet whose connection is refused tries again after `reconnect_s`. If its packets vanish, it
+sends a second one after 1 s, as TCP does, and starts a new attempt after `connect_s`. All these
+attempts fail until the network changes, so such outlets wait in a list, and each change computes
+the time of the next attempt of each.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ if TYPE_CHECKING:
 _FIRST_PORT = 20_000
 _BIND_RETRY_S = 0.05
 _SECOND_PACKET_S = 1.0
-"""After which TCP repeats the packet that begins a connection."""
+"""The time after which TCP repeats the first packet of a connection."""
 _LONGEST_RETRANSMISSION_S = 120.0
 
 Path = tuple[str, str]
-"""A direction: from host, to host."""
+"""A direction: source host and target host."""
 
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """Times in seconds."""
+    """Options of the network; times are in seconds."""
 
     delay_s: float = 0.0003
-    """One way, on average."""
+    """Average one-way delay."""
     reconnect_s: float = 0.1
     """ZMQ_RECONNECT_IVL."""
     connect_s: float = CONNECT_S
@@ -45,17 +46,18 @@ class NetworkOptions:
     handshake_timeout_s: float = HANDSHAKE_S
     """ZMQ_HANDSHAKE_IVL."""
     heartbeat_s: float | None = None
-    """ZMQ_HEARTBEAT_IVL; None: an idle side never notices that the other one is gone."""
+    """ZMQ_HEARTBEAT_IVL; None: an idle side never notices that the other one has gone."""
     heartbeat_timeout_s: float = 1.0
     """ZMQ_HEARTBEAT_TIMEOUT."""
     user_timeout_s: float | None = None
-    """TCP_USER_TIMEOUT; None: longer than any run (Linux: some 15 minutes)."""
+    """TCP_USER_TIMEOUT; None: longer than any run (about 15 minutes on Linux)."""
     linger_s: float = 1.0
-    """How long a closing outlet tries to deliver what it was given."""
+    """How long a closing outlet tries to deliver its messages."""
 
     @classmethod
     def with_silence(cls, silence_s: float) -> NetworkOptions:
-        """As channels set them: a connection of which nothing was heard for so long ends."""
+        """Returns the options that channels set: a connection closes after this many seconds
+        without data."""
         heartbeat_s = silence_s / 4
         timeout_s = silence_s - heartbeat_s
         return cls(heartbeat_s=heartbeat_s, heartbeat_timeout_s=timeout_s, user_timeout_s=timeout_s)
@@ -68,7 +70,7 @@ class _Aim:
 
 
 class Network:
-    """All connections, in the order in which they were made."""
+    """Holds all connections, in the order in which they were created."""
 
     def __init__(self, kernel: Kernel, options: NetworkOptions | None = None) -> None:
         self.kernel = kernel
@@ -77,22 +79,23 @@ class Network:
         self.cuts: dict[Path, float] = {}
         """Directions in which nothing arrives, and since when."""
         self.slow_hosts: dict[str, float] = {}
-        """Seconds that are added to each way to or from a host."""
+        """Seconds added to each packet to or from a host."""
         self.lossy_hosts: dict[str, int] = {}
-        """Hosts of whose packets, both ways, some are lost; for how many reasons."""
+        """Hosts that lose some packets in both directions, with the number of faults that cause
+        it."""
         self.aims: dict[str, list[_Aim]] = {}
         self._sides: dict[Side, None] = {}
-        """Of each connection that of its outlet."""
+        """The outlet's side of each connection."""
         self._bound: dict[str, SimInbox] = {}
         self._waiting: dict[SimOutlet, None] = {}
         self._handshakes: dict[Side, SimInbox] = {}
-        """Outlets' sides whose inbox has not seen the end of the handshake."""
+        """Outlets' sides whose inbox has not completed the handshake."""
         self._ports: dict[str, int] = {}
         self._random = kernel.random("network")
         self.on_change: list[Callable[[], None]] = []
-        """Called when a direction was cut, or has healed."""
+        """Called when a direction was cut or has healed."""
         self.made: dict[str, int] = {}
-        """Attempts that met an inbox, by label."""
+        """Number of connection attempts that reached an inbox, by label."""
 
     # ---------------------------------------------------------------- listening
 
@@ -101,7 +104,7 @@ class Network:
         return self._ports[host]
 
     def bind(self, inbox: SimInbox) -> None:
-        """Listen at both addresses as soon as they are free."""
+        """Makes the inbox listen at both of its addresses as soon as they are free."""
         if inbox.closed or not inbox.process.alive:
             return
         keys = _endpoints(inbox.address)
@@ -125,7 +128,7 @@ class Network:
     # ---------------------------------------------------------------- connecting
 
     def connect(self, outlet: SimOutlet) -> None:
-        """An attempt of an outlet that has no connection; runs in its process."""
+        """Tries to connect an outlet without a connection. Runs in the outlet's process."""
         if not outlet.wants_connection():
             return
         inbox = self._find(outlet)
@@ -144,12 +147,12 @@ class Network:
         outlet.side = client
         self._handshakes[client] = inbox
         kernel.at(kernel.now + delay_s, inbox.process, self._accept, client, inbox, label)
-        if inbox.process.stopped:  # its host accepts, and then there is silence
+        if inbox.process.stopped:  # its host accepts the connection, and nothing follows
             at = kernel.now + options.handshake_timeout_s
             kernel.at(at, outlet.process, self._refuse, client)
 
     def _accept(self, client: Side, inbox: SimInbox, label: str) -> None:
-        """The handshake is done, as the inbox sees it; runs in its process."""
+        """Completes the handshake on the inbox's side. Runs in the inbox's process."""
         if self._handshakes.get(client) is not inbox:
             return
         if client.closed or self.is_blocked(client.process.host, inbox.process.host):
@@ -164,7 +167,7 @@ class Network:
         server.mark(READY)
 
     def _refuse(self, client: Side) -> None:
-        """The handshake has failed; runs in the outlet's process."""
+        """Fails the handshake. Runs in the outlet's process."""
         if self._handshakes.pop(client, None) is not None and not client.closed:
             client.closed = True
             client.end.on_closed(client)
@@ -175,12 +178,12 @@ class Network:
         return self._bound.get(_endpoints(address)[0 if near else 1])
 
     def retry_later(self, outlet: SimOutlet) -> None:
-        """Its connection has ended."""
+        """Schedules the next attempt of an outlet whose connection has closed."""
         outlet.trying_since = at = self.kernel.now + self.options.reconnect_s
         self.kernel.at(at, outlet.process, self.connect, outlet)
 
     def _retry_waiting(self) -> None:
-        """Something has changed: who waits for it finds out at its next attempt."""
+        """Schedules the next attempt of each waiting outlet after the network has changed."""
         now, reconnect_s = self.kernel.now, self.options.reconnect_s
         waiting, self._waiting = self._waiting, {}
         for outlet in waiting:
@@ -195,13 +198,14 @@ class Network:
             self.kernel.at(outlet.trying_since + after_s, outlet.process, self.connect, outlet)
 
     def forget(self, side: Side) -> None:
-        """Both sides of it have closed."""
+        """Removes a connection after both of its sides have closed."""
         self._sides.pop(side if side.connected_here else side.peer, None)
 
     # ---------------------------------------------------------------- faults
 
     def connections(self, first: str, second: str = "") -> list[Side]:
-        """The outlets' sides of connections between processes whose names begin so."""
+        """Returns the outlets' sides of the connections between processes whose names have these
+        prefixes."""
 
         def fits(side: Side) -> bool:
             here, there = side.process.name, side.peer.process.name
@@ -212,14 +216,14 @@ class Network:
         return [side for side in self._sides if fits(side)]
 
     def drop(self, side: Side) -> None:
-        """A reset reaches both sides: all that is on its way is lost."""
+        """Resets both sides of a connection: all messages in flight are lost."""
         self.kernel.trace(b"dropped " + side.label)
         for each in (side, side.peer):
             each.lose_all()
             self.kernel.soon(each.process, each.close, False)
 
     def cut(self, source: str, target: str) -> None:
-        """From now on nothing arrives that goes from one host to another one."""
+        """Blocks everything from one host to another one."""
         if source == target or (source, target) in self.cuts:
             return
         self.kernel.trace(f"cut {source}>{target}".encode())
@@ -229,7 +233,8 @@ class Network:
         self._changed()
 
     def heal(self, source: str, target: str) -> None:
-        """What a cut has held back arrives at TCP's next attempt, unless its side has closed."""
+        """Ends a cut. Frames that it has held back arrive at TCP's next attempt, unless their side
+        has closed."""
         since = self.cuts.pop((source, target), None)
         if since is None:
             return
@@ -243,7 +248,7 @@ class Network:
         self._changed()
 
     def isolate(self, host: str, hosts: list[str]) -> None:
-        """Cut one host off from others, both ways."""
+        """Cuts one host off from others in both directions."""
         for other in hosts:
             self.cut(host, other)
             self.cut(other, host)
@@ -254,8 +259,8 @@ class Network:
             self.heal(other, host)
 
     def lose_host(self, host: str, hosts: list[str], processes: list[Process]) -> None:
-        """It loses its power: others hear no end of its connections. `reunite` brings it back,
-        empty."""
+        """Makes a host lose its power: other hosts are not told that its connections have closed.
+        `reunite` brings it back, empty."""
         self.isolate(host, hosts)
         for process in processes:
             if process.host == host:
@@ -266,19 +271,20 @@ class Network:
                     side.lose_all()
 
     def slow(self, host: str, extra_s: float) -> None:
-        """Add to each way to or from a host; 0 ends it."""
+        """Adds a delay to each packet to or from a host; 0 removes it."""
         self.slow_hosts[host] = extra_s
         if not extra_s:
             del self.slow_hosts[host]
 
     def lose_packets(self, host: str, reasons: int) -> None:
-        """Some packets to and from a host are lost, and sent again; `reasons`: -1 ends one."""
+        """Loses some packets to and from a host, which TCP sends again. `reasons`: 1 adds a cause
+        of losses, -1 removes one."""
         self.lossy_hosts[host] = self.lossy_hosts.get(host, 0) + reasons
         if not self.lossy_hosts[host]:
             del self.lossy_hosts[host]
 
     def aim(self, kind: str, count: int, action: Callable[[Side], None]) -> None:
-        """While the `count`-th message of a kind from now on is on its way, call `action` with the
+        """Calls `action` while the `count`-th message of a kind from now on is in flight, with the
         side that has sent it. `kind`: the name of the message's type."""
         self.aims.setdefault(kind, []).append(_Aim(count, action))
 
@@ -322,5 +328,5 @@ def _host(address: ChannelAddress) -> str:
 
 
 def _endpoints(address: ChannelAddress) -> tuple[str, str]:
-    """The name on its machine, and the one for others."""
+    """Returns the name on the inbox's machine, and the address for other machines."""
     return f"{address.machine} {address.ipc}", address.tcp

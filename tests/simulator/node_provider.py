@@ -1,5 +1,5 @@
-"""Ray's autoscaler and the cloud behind it: hosts get resources while a placement group waits for
-some, and lose them when none is reserved for a while."""
+"""Simulates Ray's autoscaler and its cloud: hosts get resources while a placement group waits for
+some, and lose them when none of these has been reserved for a while."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 BOOT_S = 4.0
-"""From the moment at which a group waits until a host has resources for it."""
+"""The time from when a group waits until a host has resources for it."""
 IDLE_S = 8.0
 
 
 class NodeProvider:
-    """The first host always has its resources: it is the head."""
+    """Adds and removes the resources of all hosts except the first one, which is the head."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane

@@ -1,4 +1,5 @@
-"""An operator: asks the manager for changes, one after the other, repeats what got no answer."""
+"""An operator who requests changes from the manager, one after the other, and repeats requests that
+got no answer."""
 
 from __future__ import annotations
 
@@ -19,18 +20,19 @@ _TIMEOUT_S = 15.0
 
 
 class Operator:
-    """What it may expect follows from what was accepted, refused, or perhaps done."""
+    """Keeps the states of the cluster that are correct after the accepted and refused requests, and
+    those that may have been accepted."""
 
     def __init__(self, plane: ControlPlane) -> None:
         self._plane, self._kernel = plane, plane.kernel
         self.wanted = {plane.scenario.engines}
-        """Numbers of engines of which the cluster may want any one, unless it is autoscaled."""
+        """The target numbers that are correct, unless the cluster is autoscaled."""
         self.paused: bool | None = False
-        """Whether the engines are to be paused; None: a request for it is under way."""
+        """Whether the engines must be paused; None: a request to pause or resume is in progress."""
         self.changed_at = 0.0
-        """When something was begun or accepted last."""
+        """When a request was last started or answered."""
         self.shrunk_at = float("-inf")
-        """When fewer engines were wanted, the last time, by an operator or the autoscaler."""
+        """When the target number last fell, by an operator or the autoscaler."""
         self._waiting: deque[Operation] = deque()
         self._attempts = 0
         for operation in plane.scenario.operations:
@@ -48,7 +50,7 @@ class Operator:
         return list(self._waiting)
 
     def on_failed_change(self, target: int) -> None:
-        """A requested change has failed, and the manager says what it wants now."""
+        """Adds the target to which the manager falls back after a requested change has failed."""
         self.wanted.add(target)
 
     def on_shrink(self) -> None:
@@ -91,7 +93,7 @@ class Operator:
         return ()
 
     def _repeat(self, attempt: int) -> None:
-        """It was not answered in time."""
+        """Repeats a request that was not answered in time."""
         if attempt == self._attempts:
             self._try()
 
@@ -104,11 +106,12 @@ class Operator:
             self.paused = None
 
     def _on_end(self, operation: Operation, attempt: int, result: Exception | int) -> None:
-        """A manager says what came of it: accepted, and the target; or why it was not."""
+        """Handles the answer of a manager: the new target if it accepted the request, or an
+        exception."""
         self._kernel.trace(f"operator {operation.kind} {result!r}".encode())
         self.changed_at = self._kernel.now
         if not self._waiting or operation is not self._waiting[0]:
-            return  # an earlier attempt was answered before, and the next request has begun
+            return  # an earlier attempt was answered, and the next request has started
         if isinstance(result, int):
             self.wanted = {result}
             if operation.kind in ("pause", "resume"):

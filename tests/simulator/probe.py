@@ -1,5 +1,5 @@
-"""`/ready` and the truth: when nothing has changed for a while, an ingress answers a request if and
-only if it says that it is ready."""
+"""Checks `/ready`: when nothing has changed for a while, an ingress answers a request if and only
+if it reports that it is ready."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from tests.simulator.scenario import Request
 
 QUIET_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
 _ANSWER_S = 1.5
-"""A probe's answer comes within it, or nobody computes it."""
+"""The time within which a probe is answered if any engine computes it."""
 _FIRST_NUMBER = 1000
 
 
 class Prober:
-    """Sends one request to each ingress whenever nothing has changed for `QUIET_S`. What is changed
-    by it, or meanwhile, ends the comparison."""
+    """Sends one request to each ingress whenever nothing has changed for `QUIET_S`. If something
+    changes before the answer, the probe is not compared."""
 
     def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
         self.broken: list[str] = []
         self.num_compared: dict[bool, int] = {True: 0, False: 0}
-        """Probes by whether the ingress was ready."""
+        """Number of compared probes, by whether the ingress was ready."""
         self._changed_at = 0.0
         self._state: object = None
         self._probed = False
@@ -42,7 +42,7 @@ class Prober:
         return bool(self._probes)
 
     def look(self) -> None:
-        """Several times a virtual second."""
+        """Must be called several times per virtual second."""
         if (state := self._get_state()) != self._state:
             self._state, self._changed_at, self._probed = state, self._kernel.now, False
         quiet_s = (self._kernel.now - self._changed_at) * self._faults.slowest_clock
@@ -52,7 +52,7 @@ class Prober:
                 self._begin(ingress)
 
     def _get_state(self) -> object:
-        """Whatever the truth depends on."""
+        """Returns everything on which readiness depends."""
         plane = self._plane
         net = plane.net
         views = [
@@ -70,7 +70,8 @@ class Prober:
         )
 
     def _is_comparable(self) -> bool:
-        """An idle engine that would not compute is known to nobody, and slow ones answer late."""
+        """Returns whether probes can be compared now. Nobody can know that an idle engine hangs,
+        and slow engines answer late."""
         plane = self._plane
         return not (
             any(engine.executor.hangs for engine in plane.living_engines)

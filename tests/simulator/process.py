@@ -1,4 +1,4 @@
-"""A process of the simulation: it can be killed, stopped and slowed, and its clock may be off."""
+"""A simulated process: it can be killed, stopped and slowed down, and its clock may be wrong."""
 
 from __future__ import annotations
 
@@ -16,41 +16,43 @@ from tests.simulator.kernel import WORLD, Call, Kernel, Owner, ProcessExited
 
 _MAX_OFFSET_S = 1e4
 _TIMER_LATE_S = 1e-9
-"""A timer fires so late that rounding never makes it early."""
+"""Delay of each timer, so that rounding never makes it fire early."""
 _MANY_TASKS = 16
-"""Of one loop: of more, those that have ended are let go."""
+"""Number of tasks of a loop above which finished ones are removed from its list."""
 _TURNS = 8
-"""From a timer to the end of what a loop does by it, at most: events that make one another."""
+"""The maximum number of successive events with which a loop reacts to a timer, each created by the
+previous one."""
 _MAX_THREAD_S = 1e-3
-"""How long a call in another thread takes at most."""
+"""The maximum delay of a call in another thread."""
 
 
 class End(Protocol):
-    """What a process holds of the network."""
+    """A channel end of a process."""
 
     def vanish(self) -> None:
-        """The process is no more."""
+        """Called when the process was killed."""
 
     def on_process_stopped(self) -> None: ...
 
 
 class Process(Owner):
-    """Name, host, clock and event loop. A stopped process collects its events; a killed one loses
-    them, and its ends vanish; of a slow one each event takes a while, and the next one waits."""
+    """Has a name, a host, a clock and an event loop. A stopped process queues its events. A killed
+    process loses them, and its channel ends vanish. In a slow process each event takes some time,
+    and the next one waits."""
 
     def __init__(self, kernel: Kernel, name: str, host: str = "host0", rate: float = 1.0) -> None:
-        """`rate`: seconds of its clock for each second of the world."""
+        """`rate`: seconds of its clock per second of the world."""
         self.kernel, self.name, self.host, self.rate = kernel, name, host, rate
         self.alive, self.stopped, self.slow_s = True, False, 0.0
-        """A call that it made has not returned: nothing else of it runs."""
+        """`slow_s`: how long each of its events takes, by the world's clock."""
         self.runs = True
         self.is_behind = False
-        """It was stopped, and has not taken in what came meanwhile."""
+        """Whether it was resumed and has not handled the events of the stopped time yet."""
         self.stops = 0
-        """How often it was stopped."""
+        """Number of times that it was stopped."""
         self.ends: list[End] = []
         self.on_exit: list[Callable[[Process], None]] = []
-        """Called when it has ended, outside of any process."""
+        """Called after it has terminated, outside of any process."""
         self.bits = kernel.random(f"bits:{name}")
         self._offset = kernel.random(f"clock:{name}").random() * _MAX_OFFSET_S
         self._backlog: deque[tuple[Call, tuple[Any, ...]]] = deque()
@@ -64,21 +66,21 @@ class Process(Owner):
 
     @cached_property
     def threads(self) -> Random:
-        """When calls in other threads run."""
+        """The source of delays of calls in other threads."""
         return self.kernel.random(f"threads:{self.name}")
 
     # ---------------------------------------------------------------- the clock
 
     def time(self) -> float:
-        """Seconds by its own clock."""
+        """Returns seconds by the clock of the process."""
         return self._offset + self.kernel.now * self.rate
 
     def world_time(self, when: float) -> float:
-        """When its own clock shows `when`."""
+        """Returns the world's time at which the clock of the process shows `when`."""
         return (when - self._offset) / self.rate + _TIMER_LATE_S
 
     def set_clock_rate(self, rate: float) -> None:
-        """From now on; its clock does not jump."""
+        """Changes the rate from now on. The clock does not jump."""
         self._offset = self.time() - self.kernel.now * rate
         self.rate = rate
 
@@ -88,25 +90,25 @@ class Process(Owner):
         self.kernel.reschedule(self, retimed)
 
     def sleep(self, seconds: float) -> Awaitable[None]:
-        """As `asyncio.sleep`, in one of its tasks."""
+        """Sleeps like `asyncio.sleep`, in a task of this process."""
         if seconds <= 0.0:
             return asyncio.sleep(0.0)
         future: asyncio.Future[None] = self.loop.create_future()
         self.loop.call_at(self.time() + seconds, _wake, future)
         return future
 
-    # ---------------------------------------------------------------- its life
+    # ---------------------------------------------------------------- lifecycle
 
     def stop(self) -> None:
-        """As SIGSTOP."""
+        """Stops the process, like SIGSTOP."""
         self.stopped, self.runs = True, False
         self.stops += 1
         for end in list(self.ends):
             end.on_process_stopped()
 
     def resume(self) -> None:
-        """As SIGCONT. Every second time its loops turn, by the timers that are due, before another
-        thread has taken in what has come meanwhile."""
+        """Resumes the process, like SIGCONT. In half of the cases its loops first handle the timers
+        that are due, before another thread has received the messages of the stopped time."""
         self.stopped = False
         if self.slow_s or self._resumes.random() < 0.5:
             self._resume_at(self.kernel.now)
@@ -119,14 +121,14 @@ class Process(Owner):
         self._take_in(_TURNS)
 
     def turn(self, call: Call, *args: Any) -> None:
-        """What its loop does while it is behind."""
+        """Runs a call of a loop while the process has not caught up yet."""
         if self._can_run():
             self.enter(call, *args)
         else:
             self.hold(call, args)
 
     def _take_in(self, turns: int) -> None:
-        """What waits, after what its loops do at once."""
+        """Handles queued events after the loops have handled their timers in `turns` turns."""
         if turns:
             self.kernel.soon(WORLD, self._take_in, turns - 1)
             return
@@ -135,7 +137,8 @@ class Process(Owner):
             self._resume_at(self.kernel.now)
 
     def slow(self, seconds: float) -> None:
-        """Each event takes so long from now on, by the world's clock; 0 ends it."""
+        """Makes each event take this many seconds from now on, by the world's clock; 0 ends
+        this."""
         self.slow_s = seconds
         if seconds:
             self.runs = False
@@ -143,13 +146,13 @@ class Process(Owner):
             self._resume_at(self._free_at)
 
     def charge(self, seconds: float) -> None:
-        """The present event takes so long: later ones wait."""
+        """Makes the current event take this many seconds: later events wait."""
         self._free_at = max(self._free_at, self.kernel.now) + seconds
         self.runs = False
         self._resume_at(self._free_at)
 
     def kill(self) -> None:
-        """As SIGKILL."""
+        """Kills the process, like SIGKILL."""
         if not self.alive:
             return
         self.alive = self.runs = False
@@ -162,22 +165,22 @@ class Process(Owner):
             self.kernel.soon(WORLD, call, self)
 
     def fail(self, what: str, error: BaseException) -> None:
-        """It ends itself, which is a failure of the run."""
+        """Terminates the process after an error, which is a failure of the run."""
         if self.alive:
             self.kernel.failures.append(f"{self.name}: {what}: {error!r}")
             self.kill()
 
     def close(self) -> None:
-        """Free its tasks, after the run: they are not told."""
+        """Frees the tasks after the run, without running them."""
         self.alive = self.runs = False
         for task in [task for task in self.loop.tasks if not task.done()]:
             task._log_destroy_pending = False
             try:
                 task.get_coro().close()
-            except (Exception, ProcessExited):  # the run is judged already
+            except (Exception, ProcessExited):  # the verdict of the run is known already
                 pass
 
-    # ---------------------------------------------------------------- events that wait
+    # ---------------------------------------------------------------- queued events
 
     def hold(self, call: Call, args: tuple[Any, ...]) -> None:
         if self.alive:
@@ -191,7 +194,7 @@ class Process(Owner):
             self.kernel.at(when, WORLD, self._work_off)
 
     def _work_off(self) -> None:
-        """Run what was held, in order, until it is busy again."""
+        """Runs queued events in order until the process is busy again."""
         self._resuming = False
         kernel = self.kernel
         while self._can_run() and self._backlog and self._free_at <= kernel.now:
@@ -209,7 +212,7 @@ class Process(Owner):
         return self.alive and not self.stopped
 
     def enter(self, call: Call, *args: Any) -> None:
-        """Run something of this process, from an event of the world."""
+        """Runs a call of this process from an event of the world."""
         before = events._get_running_loop()
         events._set_running_loop(self.loop)  # type: ignore[arg-type]
         self.kernel.events += 1
@@ -234,7 +237,7 @@ def _wake(future: asyncio.Future[None]) -> None:
 
 
 class SimHandle:
-    """As `asyncio.Handle` and `asyncio.TimerHandle`."""
+    """Implements `asyncio.Handle` and `asyncio.TimerHandle`."""
 
     __slots__ = ("_args", "_call", "_cancelled", "_loop", "when_s")
 
@@ -244,7 +247,7 @@ class SimHandle:
         self._loop, self._call, self._args = loop, call, args
         self._cancelled = False
         self.when_s = when_s
-        """Of a timer, by the clock of its process."""
+        """The time of a timer, by the clock of its process; None: not a timer."""
 
     def run(self) -> None:
         if self._cancelled:
@@ -267,7 +270,8 @@ class SimHandle:
 
 
 class SimLoop:
-    """What asyncio needs of the event loop of one process: tasks, futures, timers and threads."""
+    """Implements what asyncio needs of an event loop for one process: tasks, futures, timers and
+    threads."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -275,15 +279,16 @@ class SimLoop:
         self._ready = process.kernel.ready
         self._handler: Callable[[Any, dict[str, Any]], Any] | None = None
         self.tasks: list[Any] = []
-        """All that have not ended, and some that have."""
+        """All tasks that are not done, and some that are."""
         self._max_tasks = _MANY_TASKS
         self.time = process.time
         loop: Any = self
         self.create_future: Callable[[], asyncio.Future[Any]] = partial(asyncio.Future, loop=loop)
 
     def call_soon(self, callback: Any, *args: Any, context: Any = None) -> Any:
-        """Tasks and futures, which give a context, cancel none of these calls: for them there is no
-        handle. Nothing here has variables of a context, so that all runs in one."""
+        """Schedules a call. Tasks and futures pass a context and never cancel their calls, so they
+        get None instead of a handle. No code here uses context variables, so all calls run in the
+        same context."""
         if context is None:
             handle = SimHandle(self, callback, args)
             callback, args = handle.run, ()
@@ -317,7 +322,7 @@ class SimLoop:
         return task
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
-        """In another thread: it runs whole, at some time soon."""
+        """Runs a call as if in another thread: without interruption, after a short random delay."""
         future = self.create_future()
 
         def run() -> None:
@@ -335,7 +340,7 @@ class SimLoop:
         return future
 
     get_debug = staticmethod(bool)
-    """Never. asyncio looks at it for each future and task."""
+    """Returns False: never in debug mode. asyncio calls it for each future and task."""
 
     def is_running(self) -> bool:
         return True
@@ -347,7 +352,7 @@ class SimLoop:
         self._handler = handler
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """What asyncio has noticed, such as an exception that nobody has seen."""
+        """Records an error that asyncio reports, such as an exception that nobody has retrieved."""
         if not self.process.alive:
             return
         if self._handler is not None:
@@ -359,7 +364,8 @@ class SimLoop:
 
 @contextmanager
 def simulated_exits() -> Iterator[None]:
-    """`exit_process` ends the simulated process that calls it, which is a failure of the run."""
+    """Makes `exit_process` terminate the simulated process that calls it, which is a failure of the
+    run."""
     real = process_setup.exit_process
 
     def exit_process(loop: str, error: BaseException) -> None:

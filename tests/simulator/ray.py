@@ -1,7 +1,7 @@
-"""A Ray of tables on the virtual clock: nodes, placement groups, named actors, keys and values.
+"""A simulated Ray on the virtual clock: nodes, placement groups, named actors, keys and values.
 
-`ray_port.py` beside it is this Ray as one process sees it, and
-`tests/cluster/control/test_ray_contract.py` holds it to what the real one does.
+`ray_port.py` provides this Ray to a process. `tests/cluster/control/test_ray_contract.py` runs the
+same tests with it and with the real Ray.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class RayOptions:
-    """Times in seconds."""
+    """Options of the simulated Ray; times are in seconds."""
 
     call_s: float = 0.001
-    """One way of a call of an actor, or of a request to the GCS, on average."""
+    """The average one-way delay of an actor call or a GCS request."""
     start_s: float = 0.5
-    """From the wish for an actor to its constructor, on average."""
+    """The average time from the request for an actor to its constructor."""
     death_s: float = 0.1
-    """Until the death of a process is noticed."""
+    """The time until the termination of a process is noticed."""
     node_timeout_s: float = 10.0
-    """Until the loss of a host is noticed."""
+    """The time until the loss of a host is noticed."""
     kill_s: float = 3.0
-    """How long a process that was stopped lasts after its actor was killed."""
+    """How long a stopped process survives after its actor was killed."""
     gcs_timeout_s: float = 10.0
-    """After which a request to the GCS fails."""
+    """The time after which a request to the GCS fails."""
     helper_s: float = 20.0
-    """After which a helper on another host counts as lost."""
+    """The time after which a helper task on another host counts as lost."""
 
 
 @dataclass(eq=False)
@@ -45,16 +45,17 @@ class SimGroup:
     bundle: Mapping[str, float]
     count: int
     hosts: list[str] = field(default_factory=list)
-    """Of its bundles; empty while it waits for resources."""
+    """The hosts of its bundles; empty while it waits for resources."""
     removed: bool = False
     actors: list[SimActor] = field(default_factory=list)
-    """All that were placed in it."""
+    """All actors that were placed in it."""
     when_reserved: list[Callable[[], None]] = field(default_factory=list)
 
 
 class SimRayCluster:
-    """The head, with the GCS, is the first host. `make_engine` and `make_coordinator` get the
-    process, whether the actor was there before, and the arguments of the constructor."""
+    """The state of Ray. The head, with the GCS, is the first host. `make_engine` and
+    `make_coordinator` get the process, whether the actor was restarted, and the constructor's
+    arguments."""
 
     def __init__(
         self,
@@ -74,9 +75,9 @@ class SimRayCluster:
         self._all_hosts = dict.fromkeys(nodes)
         self.chance = kernel.random("ray")
         self.processes: dict[int, Process] = {}
-        """Every process of an actor that was started, by pid."""
+        """All processes that were started, by pid."""
         self.actors: dict[tuple[str, str], SimActor] = {}
-        """Those that are not dead, by namespace and name."""
+        """The actors that are not dead, by namespace and name."""
         self.groups: dict[str, SimGroup] = {}
         self.values: dict[bytes, bytes] = {}
         self.lost_hosts: dict[str, None] = {}
@@ -84,14 +85,14 @@ class SimRayCluster:
         self.draining: dict[str, float] = {}
         """Hosts that will be taken away, and when; infinite if that is not known."""
         self.away = False
-        """The GCS does not answer."""
+        """Whether the GCS is unavailable."""
         self.on_end: list[Callable[[Process], None]] = []
-        """Called with a living process whose end was asked for, before it ends."""
+        """Called with a living process before it is killed on request."""
         self._lives: dict[str, int] = {}
         self._delayed: list[tuple[str, Callable[[], None]]] = []
-        """Requests that do not reach the GCS, and their hosts."""
+        """Requests that cannot reach the GCS, with the hosts that sent them."""
         self._isolated: dict[str, object] = {}
-        """Hosts that the head cannot reach, each with a token of its own."""
+        """Hosts that the head cannot reach, each with a unique token."""
         net.on_change.extend((self._look_at_nodes, self._retry))
 
     # ---------------------------------------------------------------- processes and hosts
@@ -106,19 +107,19 @@ class SimRayCluster:
         return next(pid for pid, each in self.processes.items() if each is process)
 
     def living_host(self, wanted: str) -> str:
-        """That one, or the first other one that is not lost."""
+        """Returns this host if it is a node, else the first node."""
         if wanted in self.nodes:
             return wanted
         return next(iter(self.nodes))
 
     def lose_host(self, host: str, processes: list[Process]) -> None:
-        """It loses its power, and all of these processes that are there with it."""
+        """Makes a host lose its power, and kills all of these processes that run there."""
         self.lost_hosts[host] = None
         self._all_hosts.setdefault(host)
         self.net.lose_host(host, self._others(host), processes)
 
     def restore_host(self, host: str, resources: Mapping[str, float]) -> None:
-        """It is there again, without processes, as a new node."""
+        """Adds a lost host again, without processes, as a new node."""
         self.lost_hosts.pop(host, None)
         self.net.reunite(host, self._others(host))
         self.draining.pop(host, None)
@@ -132,8 +133,8 @@ class SimRayCluster:
         return [other for other in self._all_hosts if other != host]
 
     def _look_at_nodes(self) -> None:
-        """A node that the head has not reached for `node_timeout_s` is dead to Ray, whether or not
-        it lives: it ends its processes when it learns that."""
+        """Gives up nodes that the head cannot reach for `node_timeout_s`, whether or not they are
+        alive. Such a node kills its processes when it is reachable again."""
         for host in self._all_hosts:
             if not self.net.is_blocked(host, self.head):
                 was_isolated = self._isolated.pop(host, None)
@@ -163,7 +164,7 @@ class SimRayCluster:
                 self.kernel.soon(WORLD, process.kill)
 
     def end_asked(self, process: Process | None) -> None:
-        """A process has asked for the end of this one."""
+        """Reports that some process has requested to kill this one."""
         if process is not None and process.alive:
             for call in self.on_end:
                 call(process)
@@ -179,7 +180,8 @@ class SimRayCluster:
         return not self.away and not self.net.is_blocked(host, self.head)
 
     def when_there(self, request: Callable[[], None], host: str = "") -> None:
-        """Run it when it reaches the GCS from a host; requests of one host keep their order."""
+        """Runs a request when it can reach the GCS from a host. Requests of one host keep their
+        order."""
         if any(whose == host for whose, _ in self._delayed) or not self.is_reachable(host):
             self._delayed.append((host, request))
         else:
@@ -208,7 +210,7 @@ class SimRayCluster:
         self._reserve()
 
     def remove_group(self, group: SimGroup) -> None:
-        """Its actors end with it."""
+        """Removes a placement group and kills its actors."""
         if group.removed:
             return
         group.removed = True
@@ -221,7 +223,7 @@ class SimRayCluster:
         self._reserve()
 
     def free(self, host: str) -> dict[str, float]:
-        """Resources of a node that no group has reserved."""
+        """Returns the resources of a node that no group has reserved."""
         left = dict(self.nodes[host])
         for group in self.groups.values():
             for _ in range(group.hosts.count(host)):
@@ -230,7 +232,7 @@ class SimRayCluster:
         return left
 
     def _reserve(self) -> None:
-        """Groups that wait get their places, in the order in which they came."""
+        """Gives resources to waiting groups, in the order in which they were created."""
         for group in list(self.groups.values()):
             if not group.hosts:
                 group.hosts = self._place(group)
@@ -240,7 +242,8 @@ class SimRayCluster:
                     self.kernel.soon(WORLD, call)
 
     def _place(self, group: SimGroup) -> list[str]:
-        """On one node if all of it fits there, else on as few as come first; or nowhere."""
+        """Returns the hosts of the group's bundles: one node if all fit there, else the first nodes
+        with room; empty if there is not enough room."""
         room: dict[str, int] = {}
         for host in [host for host in self.nodes if host not in self.draining]:
             left = self.free(host)

@@ -1,8 +1,9 @@
-"""An actor of the simulated Ray: its processes, one after the other, and the calls under way.
+"""An actor of the simulated Ray: its successive processes, and its calls in progress.
 
-Law: a call is under way from its sending to its answer. When the process dies, Ray notices a while
-later: an actor that is started again then runs all of them anew, from their beginning, as far as
-their callers live, who send them again; of any other one they fail with `ActorDied`.
+Invariant: a call is in progress from when it is sent until its answer. When the process dies, Ray
+notices it a while later. If the actor is restarted, it runs all calls again from their beginning,
+except those whose callers are dead, because the callers send them again. Otherwise the calls fail
+with `ActorDied`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _CUT_RETRY_S = 0.1
 
 Make = Callable[[Process, bool], Any]
-"""Makes the object in its process; True: the actor was there before."""
+"""Creates the object in its process. The flag is True if the actor was restarted."""
 
 
 @dataclass(eq=False)
@@ -35,11 +36,12 @@ class _Call:
     caller: Process
     future: asyncio.Future[Any]
     life: int = 0
-    """Of the process that runs it; 0: none does."""
+    """The number of the actor's process that runs it; 0: none."""
 
 
 class SimActor:
-    """`group`: where it is placed; None: on `host`. `concurrency`: calls that run at a time."""
+    """An actor. `group`: the placement group; None: on `host`. `concurrency`: maximum number of
+    concurrent calls."""
 
     def __init__(
         self,
@@ -69,11 +71,11 @@ class SimActor:
     # ---------------------------------------------------------------- its processes
 
     def start(self) -> None:
-        """As soon as its group has its resources."""
+        """Starts a process as soon as the placement group has its resources."""
         if self.dead:
             return
         if self.group is not None and self.group.removed:
-            return  # it waits for ever, with its name
+            return  # it waits forever, and keeps its name
         if self.group is not None and not self.group.hosts:
             self.group.when_reserved.append(self.start)
             return
@@ -102,7 +104,7 @@ class SimActor:
             self._execute(call, self._life)
 
     def _on_exit(self, life: int, process: Process) -> None:
-        """Ray notices it a while later, unless the whole host is lost."""
+        """Lets Ray notice the termination a while later, unless the whole host is lost."""
         if life != self._life:
             return
         self._impl = None
@@ -113,7 +115,7 @@ class SimActor:
             cluster.kernel.at(at, WORLD, cluster.when_there, noticed, process.host)
 
     def lose_host(self, host: str) -> None:
-        """Ray gives a host up. The process may live on, and knows nothing of it."""
+        """Handles that Ray has given up a host. The process may still be alive, and is not told."""
         if host == self._host and self._life:
             self._impl = None
             self._noticed(self._life)
@@ -127,10 +129,10 @@ class SimActor:
         else:
             self.forget()
 
-    # ---------------------------------------------------------------- its end
+    # ---------------------------------------------------------------- termination
 
     def forget(self) -> None:
-        """It is dead as far as Ray goes: its name is free, and its calls fail."""
+        """Makes the actor dead for Ray: its name becomes free, and its calls fail."""
         if self.dead:
             return
         self.dead = True
@@ -139,7 +141,8 @@ class SimActor:
             self._settle(call, None, ActorDied(f"the actor {self.name} has died"))
 
     def kill(self, restart: bool) -> None:
-        """Its process is asked to end first: one that is stopped lasts until it is made to."""
+        """Kills the process, which is first asked to exit: a stopped one cannot, so it survives for
+        `kill_s`."""
         if self.dead:
             return
         if not (restart and self._restarts):
@@ -159,7 +162,8 @@ class SimActor:
         return future
 
     def _after_way(self, call: _Call, arrive: Callable[[_Call], None]) -> None:
-        """Between the caller's host and that of the actor; while a cut lasts nothing arrives."""
+        """Calls `arrive` after the delay between the hosts of the caller and the actor. Nothing
+        arrives during a cut."""
         cluster = self._cluster
 
         def look() -> None:
@@ -178,7 +182,7 @@ class SimActor:
             self.process.kernel.soon(self.process, self._execute, call, self._life)
 
     def _execute(self, call: _Call, life: int) -> None:
-        """Runs in the actor's process."""
+        """Runs a call. Runs in the actor's process."""
         if life != self._life or call.life == life or call not in self._calls:
             return
         if self._running >= self._concurrency:
@@ -214,7 +218,7 @@ class SimActor:
 
 
 def _answer(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    """Who does not wait any more hears nothing."""
+    """Sets the result or the exception, unless the caller no longer waits."""
     if future.done():
         return
     if error is None:

@@ -1,6 +1,7 @@
-"""`swell.cluster.control.ray.ray_port.RayPort`, as one process of the simulation sees it.
+"""Simulates `swell.cluster.control.ray.ray_port.RayPort` for one process.
 
-A coroutine waits for the GCS, and fails after some seconds: what it asks for may be done yet.
+Coroutines wait for the GCS, and fail after some seconds. The GCS may still execute a failed request
+later.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ from tests.simulator.ray_actor import SimActor
 T = TypeVar("T")
 
 _ENGINE_CALLS, _COORDINATOR_CALLS = 4, 16
-"""`max_concurrency` of the actors."""
+"""Values of `max_concurrency` of the actors."""
 _KEY_BYTES = 8
 
 
 class SimRay:
-    """A process that is connected to the simulated Ray."""
+    """The connection of a process to the simulated Ray."""
 
     def __init__(self, cluster: SimRayCluster, process: Process) -> None:
         self._cluster, self._process = cluster, process
         self._arrives_at = 0.0
-        """When its latest request reaches the GCS: none overtakes another one."""
+        """When its latest request reaches the GCS: requests do not overtake each other."""
 
     # ---------------------------------------------------------------- this host
 
@@ -170,7 +171,7 @@ class SimRay:
         group: SimGroup | None = None,
         restarts: bool = False,
     ) -> SimActor:
-        """One that has come meanwhile is left as it is."""
+        """Creates an actor, or returns the actor that has this name by now."""
         cluster = self._cluster
 
         def add() -> SimActor:
@@ -232,11 +233,12 @@ class SimRay:
     # ---------------------------------------------------------------- the GCS
 
     def _soon(self, call: Callable[[], Any]) -> None:
-        """In this process."""
+        """Schedules a call in this process."""
         self._process.kernel.soon(self._process, call)
 
     async def _request(self, request: Callable[[], T]) -> T:
-        """Its result. It may be done although it has failed by its time."""
+        """Returns the result of a GCS request. The request may be executed even if it has timed out
+        here."""
         cluster, kernel = self._cluster, self._process.kernel
         answer: asyncio.Future[T] = self._process.loop.create_future()
 
@@ -261,7 +263,7 @@ def _set(future: asyncio.Future[Any], result: Any) -> None:
 
 
 def _sum(parts: list[dict[str, float]]) -> dict[str, float]:
-    """Kinds of which there is nothing are missing."""
+    """Returns the sum of resources by kind, without kinds whose amount is 0."""
     total: dict[str, float] = {}
     for part in parts:
         for kind, amount in part.items():

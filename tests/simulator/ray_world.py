@@ -1,4 +1,5 @@
-"""The simulated Ray for the contract of Ray, on the virtual clock, with small actors."""
+"""Runs the contract tests of Ray with the simulated Ray, on the virtual clock, with small
+actors."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ _LIMIT_S = 10_000.0
 
 
 class SimRayWorld:
-    """What `World` promises (`tests/cluster/control/test_ray_contract.py`)."""
+    """Implements `World` of `tests/cluster/control/test_ray_contract.py`."""
 
     num_cpus = 4.0
 
@@ -67,7 +68,7 @@ class SimRayWorld:
 
 
 class Probe:
-    """The small actor of the contract."""
+    """The small actor of the contract tests."""
 
     def __init__(self, pid: int, notes: list[str], arguments: tuple[object, ...]) -> None:
         self._pid, self._notes, self._arguments = pid, notes, arguments

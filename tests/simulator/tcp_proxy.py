@@ -1,4 +1,4 @@
-"""A TCP proxy that resets connections, and holds back one direction of them or both."""
+"""A TCP proxy that can reset connections, and hold back one or both directions."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import threading
 from typing import Literal
 
 Direction = Literal["up", "down"]
-"""From the client, or to it."""
+"""From the client (up) or to it (down)."""
 
 _ABORT = struct.pack("ii", 1, 0)
-"""SO_LINGER: closing sends a reset."""
+"""A value of SO_LINGER with which closing sends a reset."""
 _CHUNK_BYTES = 1 << 16
 _LOOK_S = 0.01
 
@@ -24,7 +24,7 @@ class TcpProxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self.accepted = 0
-        """Connections until now."""
+        """Number of connections accepted so far."""
         self._gates = {"up": threading.Event(), "down": threading.Event()}
         for gate in self._gates.values():
             gate.set()
@@ -33,18 +33,18 @@ class TcpProxy:
         self._thread.start()
 
     def reset(self) -> None:
-        """End all connections; what is held is lost."""
+        """Resets all connections; held data is lost."""
         pairs, self._pairs = self._pairs, []
         for pair in pairs:
             pair.abort()
 
     def hold(self, *directions: Direction) -> None:
-        """Forward nothing in these directions: not even the end of a connection."""
+        """Forwards nothing in these directions, not even the end of a connection."""
         for direction in directions:
             self._gates[direction].clear()
 
     def release(self) -> None:
-        """Forward what was held, and go on."""
+        """Forwards held data, and continues."""
         for gate in self._gates.values():
             gate.set()
 
@@ -70,7 +70,7 @@ class TcpProxy:
 
 
 class _Pair:
-    """One connection, and the one behind it."""
+    """The connection of a client, and the proxy's connection to the target."""
 
     def __init__(
         self, client: socket.socket, server: socket.socket, gates: dict[str, threading.Event]

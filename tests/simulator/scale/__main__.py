@@ -1,8 +1,9 @@
-"""`python -m tests.simulator.scale`: what coordinator and ingresses cost with many engines.
+"""Measures what coordinator and ingresses cost with many engines: `python -m
+tests.simulator.scale`.
 
-One ingress for 20 engines takes 200 requests a second. Five seconds are measured, on a virtual
-clock on which coordinator, manager and ingresses take the CPU time that this machine takes for
-their events (`meter.py`). An engine is killed in the middle of them.
+There is one ingress for 20 engines, with 200 requests per second. Five seconds are measured, on a
+virtual clock on which coordinator, manager and ingresses take the CPU time that this machine needs
+for their events (`meter.py`). An engine is killed in the middle of the measurement.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ MEASURED_S, WARM_UP_S, DEATH_AFTER_S = 5.0, 1.5, 2.5
 _START_S = 120.0
 _JOIN_STEP_S = 0.25
 _SHOWN = 5
-"""Failed requests."""
+"""The maximum number of failed requests to print."""
 _VIEWS = ("ClusterView", "ClusterReports", "EngineLoads")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of the largest cluster: cores, megabytes a second, seconds."""
+    """Limits for the largest cluster, in cores, MB per second and seconds."""
 
     coordinator: float = 0.5
     ingress: float = 0.7
@@ -45,22 +46,22 @@ class Result:
     engines: int
     ingresses: int
     coordinator: tuple[float, float]
-    """Cores of its loop, and of its I/O thread."""
+    """CPU cores used by its loop and by its I/O thread."""
     ingress: tuple[float, float]
-    """Of the busiest one."""
+    """CPU cores of the busiest ingress: loop and I/O thread."""
     manager: float
     reports_s: float
-    """Messages that the coordinator received, a second."""
+    """Messages per second to the coordinator."""
     views_mb_s: float
     resubmitted_s: float
-    """From the death of an engine to the last request that was sent elsewhere."""
+    """Seconds from the death of an engine to the last resubmission of a request."""
     moved: int
     first_token_ms: tuple[float, float]
-    """Half of the requests had it by then, and 99 of 100."""
+    """The median and the 99th percentile."""
     requests: int
     failed: int
     joined_s: float
-    """From the start of the manager until all ingresses knew all engines."""
+    """Virtual time at which all ingresses knew all engines."""
 
     def row(self) -> str:
         cells = (
@@ -98,7 +99,7 @@ HEAD = (
 
 
 class ScaleRun:
-    """One size."""
+    """A run with one cluster size."""
 
     def __init__(self, engines: int, seed: int, costs: ChannelCosts) -> None:
         ingresses = max(1, engines // ENGINES_PER_INGRESS)

@@ -1,7 +1,7 @@
-"""What a message costs on the project's real channel, measured on this machine in some seconds.
+"""Measures what a message costs on the project's real channel, on this machine, in some seconds.
 
-Messages go over TCP with CURVE: many at a time, as they come to a process that is busy, and one at
-a time, as they come to one that waits.
+Messages are sent over TCP with CURVE: many at a time, as they arrive at a busy process, and one at
+a time, as they arrive at a process that waits.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class _Note(msgspec.Struct, frozen=True, tag=0, array_like=True):
 
 @dataclass(frozen=True)
 class Cost:
-    """CPU seconds of a small message."""
+    """The cost of a small message at one kind of channel end, in CPU seconds."""
 
     send_s: float
     take_s: float
-    """Among many: without a wait of its own."""
+    """Receives one of many queued messages, without waiting for it."""
     take_alone_s: float
-    """With a turn of its loop, and the wait before it."""
+    """Receives a single message, including the wait before it and a turn of the loop."""
 
 
 @dataclass(frozen=True)
 class ChannelCosts:
-    """CPU seconds of the thread that sends or takes, by the kind of its end; and of an I/O thread
-    for a message that is sent or taken."""
+    """CPU seconds of the thread that sends or receives, by kind of channel end, and of an I/O
+    thread for each message that it sends or receives."""
 
     inbox: Cost
     outlet: Cost
@@ -88,7 +88,8 @@ class _Rounds:
 
 
 def measure_channel() -> ChannelCosts:
-    """Two ends in one process, each in its own thread; the least of a few attempts."""
+    """Measures two channel ends in one process, each in its own thread. Returns the least of a few
+    attempts."""
     small = _least([_measure_burst(_SMALL_BYTES, _BURST) for _ in range(_ATTEMPTS)])
     large = _least([_measure_burst(_LARGE_BYTES, _LARGE_BURST) for _ in range(_ATTEMPTS)])
     rounds = _least([_measure_rounds() for _ in range(_ATTEMPTS)])
@@ -108,7 +109,7 @@ def _least(attempts: list[R]) -> R:
 
 
 def _measure_burst(num_bytes: int, count: int) -> _Burst:
-    """Each message of many that are sent without waiting."""
+    """Measures the cost per message when many are sent without waiting."""
     keys = make_keys()
     inbox: Inbox[_Note] = Inbox(_Note, keys)
     outlet: Outlet[_Note] = Outlet(_by_tcp(inbox.address), _Note, keys)
@@ -137,7 +138,7 @@ def _measure_burst(num_bytes: int, count: int) -> _Burst:
 
 
 def _measure_rounds() -> _Rounds:
-    """Each message of two ends that answer each other."""
+    """Measures the cost per message when two ends answer each other."""
     keys = make_keys()
     inbox: Inbox[_Note] = Inbox(_Note, keys)
     inbox_s = [0.0]
@@ -163,7 +164,7 @@ def _measure_rounds() -> _Rounds:
 
 
 async def _ask(address: ChannelAddress, keys: ChannelKeys) -> float:
-    """CPU seconds of the thread of an outlet that asks again and again."""
+    """Returns the CPU seconds of the thread of an outlet that sends a request after each answer."""
     left = _ROUNDS
     done = asyncio.Event()
 

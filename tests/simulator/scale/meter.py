@@ -1,8 +1,8 @@
-"""Processes whose events take as much virtual time as the machine takes for them.
+"""Processes whose events take as much virtual time as this machine needs for them.
 
-An event is charged the CPU time of its thread, without that of the simulated network, and for each
-message what a real channel takes (`channel_costs.py`). So a process that has too much to do falls
-behind, as a real one would. What the I/O thread of a channel takes is counted, and delays nothing.
+An event is charged the CPU time of its thread, without the time of the simulated network, and for
+each message the cost on a real channel (`channel_costs.py`). So an overloaded process lags, as a
+real one would. The cost of a channel's I/O thread is counted, but delays nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from tests.simulator.process import Process
 from tests.simulator.scale.channel_costs import ChannelCosts
 
 _ALWAYS_HELD_S = 1e-9
-"""Each event of a slow process is held: so it passes through `enter`."""
+"""Makes each event of the process wait for `enter`, because events of a slow process are held."""
 
 
 class MeteredProcess(Process):
-    """`loop_s` and `io_s`: CPU seconds of its thread, and of its channels' I/O thread."""
+    """A process with measured costs. `loop_s` and `io_s`: CPU seconds of its thread and of its
+    channels' I/O thread."""
 
     def __init__(self, kernel: Kernel, name: str, host: str, costs: ChannelCosts) -> None:
         super().__init__(kernel, name, host)
@@ -34,13 +35,13 @@ class MeteredProcess(Process):
         self._busy_until = 0.0
         self.loop_s = self.io_s = 0.0
         self.sent_bytes: Counter[str] = Counter()
-        """By the type of the message."""
+        """Number of bytes sent, by type of message."""
         self.sent: Counter[str] = Counter()
         self.received = 0
         self.slow(_ALWAYS_HELD_S)
 
     def reset(self) -> None:
-        """Count from now on."""
+        """Resets the counters."""
         self.loop_s = self.io_s = 0.0
         self.received = 0
         self.sent_bytes.clear()
@@ -58,7 +59,7 @@ class MeteredProcess(Process):
             self._busy_until = self.kernel.now + self._event_s + _ALWAYS_HELD_S
 
     def pause(self) -> None:
-        """What follows is the simulator's work."""
+        """Stops measuring the current event while the simulator itself works."""
         if self._running:
             self._event_s += time.thread_time()
 
@@ -90,7 +91,7 @@ class MeteredProcess(Process):
 
 @contextmanager
 def metered_messages() -> Iterator[None]:
-    """Messages of metered processes cost what they do on a real channel."""
+    """Charges messages of metered processes what they cost on a real channel."""
     patched: Any = Side
     send, arrive = Side.send, Side.arrive
 

@@ -1,7 +1,7 @@
-"""The real control plane with a thousand engines: `tests/simulator`, with metered processes.
+"""The real control plane with a thousand engines: `tests/simulator` with metered processes.
 
-Manager, coordinator and ingresses are the real ones, from `AsyncLLM.submit` downward; engines are
-real but for their model. HTTP, tokenizing and Ray are outside.
+Manager, coordinator and ingresses are real, from `AsyncLLM.submit` downward. Engines are real
+except for their model. HTTP, tokenization and Ray are not measured.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tests.simulator.scale.turns import TurnRuntime
 from tests.simulator.scenario import HOSTS, Scenario
 
 STEP_S, TOKEN_S = 0.040, 2e-5
-"""Of a decode step of a large model, and more for each token in it."""
+"""Seconds of a decode step of a large model, and additional seconds for each of its tokens."""
 NUM_BLOCKS, MAX_MODEL_LEN, VOCABULARY = 16_384, 8_192, 1 << 16
 
 
 def make_config(engines: int, ingresses: int) -> Config:
-    """The defaults, for so many."""
+    """Returns the default configuration for this many engines and ingresses."""
     return load(
         {
             "model": {"path": "none", "device": "cpu"},
@@ -46,7 +46,7 @@ def make_config(engines: int, ingresses: int) -> Config:
 
 
 class ScaleStats(PrometheusStats):
-    """Notes when requests continue on other engines."""
+    """Records when requests continue on other engines."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ScaleStats(PrometheusStats):
 
 
 class ScaleExecutor(SimExecutor):
-    """A larger and slower model."""
+    """An executor of a larger and slower model."""
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
         return ExecutorLimits(NUM_BLOCKS, MAX_MODEL_LEN, VOCABULARY)
@@ -92,7 +92,7 @@ class ScaleIngress(SimIngress):
 
 
 class ScaleCoordinator(SimCoordinator):
-    """Its loop has the waits of a thread."""
+    """A coordinator whose loop waits like a thread, without asyncio tasks."""
 
     runtime_class = TurnRuntime
 
@@ -110,7 +110,7 @@ class MeteredRay(SimRayCluster):
 
 
 class ScalePlane(ControlPlane):
-    """Everything but the traffic."""
+    """Holds all parts of a scale run except the traffic."""
 
     def __init__(self, engines: int, ingresses: int, seed: int, costs: ChannelCosts) -> None:
         self.scenario = Scenario(seed, engines, ingresses, False, (), ())
@@ -136,7 +136,7 @@ class ScalePlane(ControlPlane):
 
     @property
     def num_joined(self) -> int:
-        """Engines that every ingress routes to."""
+        """Number of engines to which every ingress routes."""
         return min(
             (len(each.llm.active_ranks) if each.llm else 0 for each in self.ingresses), default=0
         )

@@ -1,4 +1,4 @@
-"""A small cluster of the scale simulation: what it measures is there, and nothing is lost in it."""
+"""Tests the scale simulation with a small cluster: it measures all costs, and loses no request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_small_cluster_serves_all_requests_and_loses_an_engine(
 
 
 def test_an_event_takes_the_time_that_it_takes() -> None:
-    """What follows waits for it."""
+    """Later events wait for it."""
     kernel = Kernel(0)
     process = MeteredProcess(kernel, "p", "host", COSTS)
     begun: list[float] = []

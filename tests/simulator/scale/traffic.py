@@ -1,5 +1,5 @@
-"""Conversations at a constant rate: prompts of 1.3 to 2.3 thousand tokens, most of it a prefix that
-was sent before."""
+"""Conversations at a constant rate. Prompts have 1.2 to 2.3 thousand tokens, and most of them begin
+with a prefix that was sent before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SYSTEM_PROMPTS, _SYSTEM_TOKENS = 8, 1024
 _TURN_TOKENS = (150, 250)
 _MAX_TURNS = 5
 _FOLLOW_UPS = 0.7
-"""Share of requests that continue a conversation."""
+"""The share of requests that continue a conversation, if one is idle."""
 _VOCAB = 1 << 16
 
 
@@ -33,14 +33,15 @@ class _Conversation:
 
 @dataclass
 class Traffic:
-    """Of one ingress."""
+    """The traffic of one ingress."""
 
     kernel: Kernel
     ingress: SimIngress
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     first_token_s: list[float] = field(default_factory=list)
-    """Of the requests that began since `counts_since`, by the world's clock."""
+    """Seconds to the first token of each request that began after `counts_since`, by the world's
+    clock."""
     counts_since: float = float("inf")
     sent: int = 0
     failed: list[str] = field(default_factory=list)

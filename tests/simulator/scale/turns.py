@@ -1,5 +1,5 @@
-"""A loop that blocks its thread costs what its own code does: here it has no tasks and no futures
-between its waits, which are those of the simulator and not of a real process."""
+"""Runs the loop of a process without asyncio tasks and futures between its waits. A real loop
+blocks its thread and has none, so their cost must not be measured."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _suspend(timeout_s: float | None) -> Generator[float | None, None, None]:
 
 
 class TurnRuntime(SimRuntime):
-    """Of a process with one loop, which waits in `ready` alone."""
+    """The runtime of a process with one loop, which waits only in `ready`."""
 
     _work: Coroutine[Any, Any, None]
     _end: SimEnd | None = None
-    """For a message of which the loop waits."""
+    """The channel end whose message the loop waits for."""
     _deadline = float("inf")
     _timer_at = float("inf")
-    """Of the earliest timer, which outlives a wait."""
+    """Time of the earliest timer, which outlives a wait."""
 
     def spawn(self, name: str, work: Coroutine[Any, Any, None]) -> SimLoopHandle:
         self._work = work
@@ -41,13 +41,14 @@ class TurnRuntime(SimRuntime):
             waker.clear()
         return bool(end.queue)
 
-    # ---------------------------------------------------------------- as the future of a wait
+    # ---------------------------------------------------------------- acts as the future of a wait
 
     def done(self) -> bool:
         return self._end is None
 
     def set_result(self, _: None) -> None:
-        """There is a message, or the waker was woken."""
+        """Resumes the loop, because there is a message, the waker was woken, or the time is
+        over."""
         assert self._end is not None
         self._end._waiter, self._end = None, None
         self._resume()
