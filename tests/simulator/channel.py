@@ -199,8 +199,8 @@ class SimInbox(SimEnd):
 
     def on_open(self, side: Side) -> None:
         """Handles a new connection as ZeroMQ does. If the previous connection of the identity is
-        still open, its unread messages are lost. If it has closed, they keep a new identity of
-        their own."""
+        still open, its unread messages are lost. If it has closed, they get a new
+        identity of their own."""
         former = self._peers.get(side.identity)
         self._peers[side.identity] = side
         if former is not None:

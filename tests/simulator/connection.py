@@ -120,7 +120,8 @@ class Side:
             net.on_sent(kind, self, at)
 
     def _retransmission_s(self) -> float:
-        """Returns the delay by lost packets of this frame. All later frames wait, too."""
+        """Returns the additional delay of a frame whose packets were lost. Later frames wait for
+        it."""
         net, delay_s = self._net, 0.0
         if not net.is_lossy(self.process.host, self.peer.process.host):
             return delay_s

@@ -211,7 +211,7 @@ class FaultInjector:
 
     def lose_host_for_good(self, fault: Fault, side: Side | None) -> None:
         """Makes a host lose its power permanently, with the coordinator and the manager if they run
-        there. This happens at most once per run, and never to the host with Ray's GCS."""
+        there. Does nothing if a host is lost already, and never hits the host with Ray's GCS."""
         ray = self._plane.ray
         if ray.lost_hosts:
             return
@@ -300,8 +300,8 @@ class FaultInjector:
 
     def drain_host(self, fault: Fault, side: Side | None) -> None:
         """Notifies Ray that a host will be taken away, like spot capacity. A new host with the same
-        name comes later. If the notice time is too short for Ray to pass it on, the host is lost at
-        once."""
+        name comes later. With a very short notice, the host is lost before anyone has read the
+        notice."""
         host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
         if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
             return

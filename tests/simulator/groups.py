@@ -119,7 +119,7 @@ class SimGroup:
             peer.leave(f"connection reset by {member.process.name} at {member.process.host}")
 
     def look_again(self) -> None:
-        """Delivers everything again after the network has changed."""
+        """Delivers pending results and breaks after the network has changed."""
         self.deliver()
         for member in self.members.values():
             if member.broken is not None:

@@ -45,7 +45,7 @@ class MembershipWatch:
         self._heard: set[tuple[SimCoordinator, int]] = set()
         """Incarnations that have reported to a coordinator."""
         self._wanted: list[tuple[float, int]] = []
-        """The target number of engines of the manager, and when it was read."""
+        """The target numbers of the manager in the last `_WANTED_S`, with their times."""
         self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
         """Incarnations that were asked to leave, with the coordinator that removed them, and the
         engine if it was healthy."""
@@ -88,8 +88,8 @@ class MembershipWatch:
         self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
     ) -> None:
         """Checks that an engine that serves, reaches the coordinator and was not asked to leave
-        stays in the roster: also if the coordinator was replaced, because the new one waits for the
-        engines' messages."""
+        stays in the roster. A new coordinator must keep it, too, because it waits for the engines'
+        messages."""
         if self._last is None:
             return
         for incarnation in self._last[1].keys() - members.keys():

@@ -35,7 +35,7 @@ POISON_SEED = 99
 
 _TOKEN_S = 0.0001
 _REPAIR_S = 3.0
-"""The longest time for which a lost worker is replaced."""
+"""The longest time until a lost worker is replaced, or an engine has woken up."""
 
 
 def folder_of(weights: int) -> str:

@@ -69,7 +69,7 @@ class Bug:
     shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
     """Changes a scenario so that it can show the bug."""
     campaigns: bool = False
-    """Whether ordinary draws find it, with campaigns, so that it needs no `kinds` and `shape`."""
+    """Whether ordinary draws, including campaigns, find it without `kinds` and `shape`."""
 
     @contextmanager
     def planted(self) -> Iterator[None]:

@@ -1,5 +1,5 @@
-"""Engines that sleep while something is lost: all sleep as long as is wanted, whatever has been
-lost since, and every request is answered afterwards."""
+"""Engines that sleep while something is lost: all of them sleep until they are woken up, no matter
+what was lost meanwhile, and every request is answered afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAULTS = {
 
 
 def _run(faults: tuple[Fault, ...], level: int) -> tuple[Run, list[list[int]]]:
-    """And the levels at which engines sleep before they are woken up."""
+    """Returns the run, and a list that gets the engines' sleep levels before they are woken up."""
     requests = tuple(Request(3.5 + i / 10, i % 2, (1, 2, 3 + i), 24, i) for i in range(8))
     operations = (
         Operation(_SLEEP_AT_S, "pause", level),
@@ -71,7 +71,7 @@ def test_an_engine_that_goes_on_without_waking_up_is_found(monkeypatch: pytest.M
 
 
 class Wakes:
-    """When engines wake up, and what the coordinator says of them meanwhile."""
+    """Records when engines wake up, and their states in the roster meanwhile."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at_s: list[float] = []
@@ -103,7 +103,7 @@ class Wakes:
 def test_requests_use_others_until_an_engine_has_woken_up(monkeypatch: pytest.MonkeyPatch) -> None:
     wakes = Wakes(monkeypatch)
     run, _ = _run((), 2)
-    for i in range(40):  # the commands have arrived by then
+    for i in range(40):  # the commands have arrived at the first of these times
         at_s = _WAKE_AT_S + 0.3 + 0.05 * i
         run.plane.kernel.at(at_s, WORLD, partial(wakes.look, run.plane))
     assert run.judge().broken == []
@@ -119,8 +119,8 @@ def test_a_new_coordinator_wakes_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_engine_begins_nothing_that_was_taken_from_it_while_it_woke_up() -> None:
-    """The request ends each engine that computes it. The second one of the three reads its weights
-    when the third takes it over."""
+    """The poison request terminates each engine that computes it. Three engines get it: the second
+    one is still reading its weights when the request moves to the third one."""
     poison = Request(3.253367857527694, 0, (48,), 1, POISON_SEED)
     requests = (Request(3.0663622784104434, 0, (9,), 16, 1), poison)
     operations = (

@@ -1,4 +1,5 @@
-"""The number of engines follows the load, hosts come and go with it, and no answer suffers."""
+"""The number of engines follows the load, hosts are added and removed with it, and no answer is
+lost."""
 
 from __future__ import annotations
 
@@ -11,18 +12,18 @@ from tests.simulator.scenario import HOSTS, SLOW_STEP_S, Fault, Operation, Reque
 
 _BURST_AT_S = 3.0
 _QUIET_AT_S = 40.0
-"""Long after the burst, a shrink to one engine, and the time until an idle host is taken back."""
+"""A time long after the burst, the reduction to one engine, and the removal of the idle host."""
 _WARNED_S = 30.0
-"""Longer than a replacement and a drain take."""
+"""Seconds of notice before a host is taken: longer than a replacement and a drain take."""
 
 
 def burst(count: int, tokens: int = 300) -> tuple[Request, ...]:
-    """More than one engine has slots for."""
+    """Returns `count` requests that arrive together; one engine has slots for 8 of them."""
     return tuple(Request(_BURST_AT_S, 0, (1, 2, 3, i), tokens, i % 8) for i in range(count))
 
 
 def watch(run: Run) -> list[ScalingCounts]:
-    """What the manager wants, twice a second from the burst on."""
+    """Records what the manager wants, twice per second from the burst on."""
     seen: list[ScalingCounts] = []
 
     def look() -> None:
@@ -49,7 +50,7 @@ def test_a_burst_adds_a_host_and_quiet_gives_it_back(expert: bool) -> None:
 
 
 def test_a_growth_without_room_waits_until_fewer_are_wanted() -> None:
-    """Ray's autoscaler has no host for it."""
+    """Ray's autoscaler cannot add a host."""
     requests = (*burst(2, 4), Request(_QUIET_AT_S, 0, (1,), 1, 0))
     operations = (Operation(3.5, "scale", 4),)
     run = Run(Scenario(0, 1, 1, False, requests, (), operations, autoscaled=True))
@@ -66,7 +67,7 @@ def test_a_growth_without_room_waits_until_fewer_are_wanted() -> None:
 @pytest.mark.parametrize("expert", [False, True])
 def test_engines_leave_a_host_before_it_is_taken(expert: bool) -> None:
     requests = tuple(Request(3.0 + i, 0, (1, 2, 3), 60, i % 8) for i in range(40))
-    drained = 0  # of HOSTS[1:]
+    drained = 0  # index in HOSTS[1:]
     faults = (Fault("drain-host", 6.0, drained, _WARNED_S),)
     run = Run(Scenario(0, 2, 1, expert, requests, faults, step_s=SLOW_STEP_S))
     host = HOSTS[1 + drained]

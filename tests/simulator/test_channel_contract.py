@@ -1,4 +1,4 @@
-"""What the rest relies on when it sends: the same over ZeroMQ and over the simulated network."""
+"""The properties of channels that senders rely on, over ZeroMQ and over the simulated network."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def test_each_peer_gets_its_own_answers(world: ChannelWorld, seen: Seen) -
 
 @over_both
 async def test_an_inbox_drops_what_it_cannot_deliver(world: ChannelWorld, seen: Seen) -> None:
-    """Also what it sends to a peer that was there, and to one that will be."""
+    """Messages to a peer that has gone, and to one that has not connected yet, are dropped, too."""
 
     inbox = world.inbox()
     inbox.send(b"peer", "before")
@@ -135,7 +135,7 @@ async def test_a_flood_is_taken_in_parts(world: ChannelWorld, seen: Seen) -> Non
     assert len(list(inbox.take())) == 10
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- channel ends
 
 
 @over_both
@@ -159,7 +159,7 @@ async def test_what_was_sent_right_before_closing_arrives(world: ChannelWorld, s
 async def test_an_outlet_that_closes_tries_to_deliver_for_a_while(
     world: ChannelWorld, comes_s: float
 ) -> None:
-    """The real one blocks meanwhile, so it is closed beside the test's loop."""
+    """A real outlet blocks while it closes, so another thread closes it."""
 
     free = world.inbox(name=own("linger"))
     port = int(free.address.tcp.rpartition(":")[2])
@@ -179,7 +179,7 @@ async def test_an_outlet_that_closes_tries_to_deliver_for_a_while(
 
 @over_both
 async def test_a_successor_waits_until_its_address_is_free(world: ChannelWorld, seen: Seen) -> None:
-    """The real one blocks meanwhile, so it is made beside the test's loop."""
+    """A real inbox blocks until its address is free, so another thread creates it."""
 
     first = world.inbox(name=own("taken"))
     port = int(first.address.tcp.rpartition(":")[2])
@@ -194,7 +194,7 @@ async def test_a_successor_waits_until_its_address_is_free(world: ChannelWorld, 
     first.close()
     second = await making
     assert second.address == first.address
-    await world.sleep(LONG_S)  # the outlet has found out
+    await world.sleep(LONG_S)  # the outlet has noticed that the first inbox has closed
     outlet.send("y")
     ((_, message),) = await take(world, second, 1)
     assert message == "y"

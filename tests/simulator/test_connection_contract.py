@@ -1,4 +1,4 @@
-"""Connections that break, over ZeroMQ (behind a proxy) and over the simulated network alike."""
+"""Connections that break, both over ZeroMQ with a TCP proxy and over the simulated network."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ impatient = pytest.mark.parametrize("silence_s", [SILENCE_S])
 
 @over_both
 async def test_a_reset_loses_what_is_on_its_way_and_no_more(world: ChannelWorld) -> None:
-    """Both ways. Nobody is told; the outlet connects again after 100 ms, under its identity."""
+    """This holds in both directions. Nobody is told; the outlet connects again after 100 ms, with
+    the same identity."""
 
     inbox = world.inbox()
     wire = world.wire(inbox)
@@ -105,8 +106,8 @@ async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
 @impatient
 @over_both
 async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> None:
-    """The inbox hears the outlet on, and lets it go only when it hears of the end. What the inbox
-    sends into the half-open connection is lost."""
+    """The inbox still hears the outlet, and closes the connection only when it receives the
+    outlet's close. What the inbox sends into the half-open connection is lost."""
 
     inbox = world.inbox()
     wire = world.wire(inbox)
@@ -131,7 +132,7 @@ async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> 
 async def test_the_other_side_of_a_half_cut_learns_it_from_the_end_of_the_connection(
     world: ChannelWorld,
 ) -> None:
-    """Nothing gets from the outlet to the inbox, which gives up; the way back still works."""
+    """Nothing arrives from the outlet, so the inbox gives up; the other direction still works."""
 
     inbox = world.inbox()
     wire = world.wire(inbox)
@@ -162,10 +163,10 @@ async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messag
     await take(world, inbox, 1)
     for i in range(3):
         first.send(str(i))
-    await world.sleep(LONG_S)  # a look at the inbox would read the first of them
+    await world.sleep(LONG_S)  # polling the inbox would read the first message
     second = world.outlet(seen(inbox.address), b"peer")
     await until_reached(world, inbox, b"peer", second)
-    while await hear(world, first, 0.02) is not None:  # it was asked, too
+    while await hear(world, first, 0.02) is not None:  # the first outlet got some of these messages
         pass
     second.send("new")
     assert await take(world, inbox, 1) == [(b"peer", "new")]
@@ -179,7 +180,7 @@ async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messag
 async def test_what_a_lost_connection_has_brought_can_be_read(
     world: ChannelWorld, returns: bool
 ) -> None:
-    """Under a name of its own if its identity has connected again by then."""
+    """They are read under another identity if the outlet has connected again by then."""
 
     inbox = world.inbox()
     wire = world.wire(inbox)
@@ -189,7 +190,7 @@ async def test_what_a_lost_connection_has_brought_can_be_read(
     for i in range(1, 4):
         outlet.send(str(i))
     await world.sleep(LONG_S)
-    wire.hold("up", "down")  # it cannot connect again yet
+    wire.hold("up", "down")  # the outlet cannot connect again yet
     wire.reset()
     await world.sleep(0.05)
     if returns:

@@ -1,4 +1,5 @@
-"""The host of coordinator and manager is cut off, with one engine there and one elsewhere."""
+"""The host of the coordinator and the manager is cut off; one engine runs there and one
+elsewhere."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _CUT_AT_S = 4.0
 @pytest.mark.parametrize("expert", [False, True])
 @pytest.mark.parametrize("cut_s", [2.0, 6.0, 11.0, 20.0, 40.0])
 def test_the_engine_elsewhere_is_not_ended_by_who_is_cut_off(expert: bool, cut_s: float) -> None:
-    """Ray gives a node up after ten seconds, and starts the coordinator elsewhere. Whoever it has
-    is served on by that one and a new manager."""
+    """Ray gives up a node after ten seconds, and starts the coordinator elsewhere. The engines that
+    reach it continue to serve with it and a new manager."""
     requests = tuple(Request(3.5 + i / 10, 0, (1, 2, 3), 200, i) for i in range(4))
     cut = Fault("cut", _CUT_AT_S, target=1, time_s=cut_s)
     run = Run(Scenario(0, 2, 1, expert, requests, (cut,), control_host=HOSTS[1]))

@@ -1,4 +1,4 @@
-"""One seed gives one run: whatever the hash seed, and to the last event."""
+"""A seed determines a run up to its last event, for every hash seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from tests.simulator.network import NetworkOptions
 
 
 def run(seed: int) -> tuple[int, int, float, list[list[int]]]:
-    """Some faults; the checksum, the number of events, the time, and what came of it."""
+    """Runs some faults. Returns the checksum, the number of events, the time, and the answers that
+    the clients received."""
     options = NetworkOptions(heartbeat_s=0.5, heartbeat_timeout_s=0.5, user_timeout_s=2.0)
     world = EchoWorld(clients=3, options=options, seed=seed)
     chance = world.kernel.random("faults")
@@ -45,7 +46,7 @@ def test_a_run_is_the_same_for_every_hash_seed() -> None:
 
 
 def test_one_fault_less_moves_nothing_elsewhere() -> None:
-    """What one client meets leaves the times of another one's messages as they were."""
+    """The messages of a client keep their times if a fault of another client is left out."""
 
     def times(dropped: bool) -> list[tuple[float, int]]:
         world = EchoWorld(clients=2)

@@ -1,5 +1,6 @@
-"""A coordinator stands still while an engine is told to leave, and another manager takes over: the
-engine has its time from when it gets no more requests, be it that nobody has told it so before."""
+"""A coordinator is stopped while an engine is told to leave, and another manager takes over. The
+engine's time to finish starts when it gets no more requests, also if nobody could tell it to leave
+before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine joins while the manager compares its engines with an older roster: it joins again, and
-the manager goes on with what it was about to do."""
+"""An engine joins while the manager compares its engines with an older roster: the engine joins
+again, and the manager continues with what it was about to do."""
 
 from __future__ import annotations
 

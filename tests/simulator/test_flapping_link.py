@@ -1,4 +1,4 @@
-"""A link that is reset again and again, faster than an engine gives a request its first token."""
+"""A link that is reset repeatedly, faster than an engine computes the first token of a request."""
 
 from __future__ import annotations
 

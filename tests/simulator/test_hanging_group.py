@@ -1,5 +1,6 @@
-"""A group hangs that is to grow, and its coordinator is lost twice: the newcomers, which have
-requests and cannot compute before the group has paused, are not to blame."""
+"""A group hangs while it should grow, and its coordinator is lost twice. The newcomers have
+requests and cannot compute before the group has paused, but they are not the cause and must not be
+killed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.simulator.scenario import Fault, Operation, Request, Scenario
 _HANG_AT_S, _SCALE_AT_S = 3.5, 3.6
 _KILLS_AT_S = (5.5, 8.5)
 _SENT_AT_S = 8.0
-"""Between them: the first successor has found the newcomers, and ingresses send to them."""
+"""A time between the kills, when the first new coordinator has found the newcomers, and ingresses
+send them requests."""
 
 
 def test_only_the_engine_that_hangs_is_ended() -> None:
@@ -28,7 +30,7 @@ def test_only_the_engine_that_hangs_is_ended() -> None:
         hung.append(engine.process.name)
 
     plane.kernel.at(_HANG_AT_S, WORLD, hang)
-    run.faults.num_hangs += 1  # whom it holds up has the time that a hang may take
+    run.faults.num_hangs += 1  # the requests that it holds up have as much time as a hang may take
     run.faults.kinds.add("hang")
     ended: list[str] = []
     plane.ray.on_end.append(lambda process: ended.append(process.name))

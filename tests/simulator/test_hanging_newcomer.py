@@ -1,4 +1,5 @@
-"""Engines that share experts grow by two, and one of them hangs while the group forms."""
+"""Two engines are added to a group that shares experts, and one of them hangs while the group
+forms."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.simulator.scenario import Operation, Request, Scenario
 _SCALE_AT_S = 3.5
 _POLL_S = 0.02
 _LOADED_S = 3.0
-"""The newcomers are there so long after the request."""
+"""The time after the request within which the newcomers run."""
 
 
 @pytest.mark.parametrize("hanging", [1, 2])
@@ -31,7 +32,7 @@ def test_the_other_newcomer_serves(hanging: int) -> None:
         plane.kernel.at(_SCALE_AT_S + poll * _POLL_S, WORLD, hang)
     ended: list[str] = []
     plane.ray.on_end.append(lambda process: ended.append(process.name))
-    run.faults.num_hangs += 1  # whom it holds up has the time that a hang may take
+    run.faults.num_hangs += 1  # the requests that it holds up have as much time as a hang may take
     run.faults.kinds.add("hang")
     assert run.judge().broken == []
     assert hung and set(ended) == set(hung)

@@ -1,4 +1,4 @@
-"""The virtual clock: events by time, then in the order in which they were made."""
+"""The virtual clock: events run by time, then in the order in which they were created."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The host of coordinator and manager is lost for good, while streams run: both come elsewhere."""
+"""The host of the coordinator and the manager is lost for good while requests stream: both restart
+on another host."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _LOST_AT_S = 4.0
 
 
 def _run(change: Callable[[ControlPlane], None] = lambda plane: None, seed: int = 0) -> Run:
-    """`change` happens a second before the host is lost."""
+    """`change` happens half a second before the host is lost."""
     requests = tuple(Request(3.5 + i / 10, i % 2, (1, 2, 3), 24, i) for i in range(8))
     faults = (Fault("lose-host-for-good", _LOST_AT_S, target=0),)
     run = Run(Scenario(seed, 2, 2, False, requests, faults, control_host=HOSTS[1]))
@@ -36,7 +37,7 @@ def test_coordinator_and_manager_come_on_another_host(seed: int) -> None:
 
 
 def test_the_manager_goes_on_though_its_coordinator_dies_before_engines_know_it() -> None:
-    """The next coordinator learns of the manager before from them."""
+    """The next coordinator learns about the previous manager from the engines."""
     lost, at_view = Fault("lose-host-for-good", 6.1, target=1), partial(AtMessage, "ClusterView")
     first = Fault("kill", 7.6, target=0, trigger=at_view(3))
     second = Fault("kill", 3.7, target=8, trigger=at_view(5))
@@ -61,7 +62,7 @@ def test_a_coordinator_that_is_not_looked_for_is_not_found(monkeypatch: pytest.M
 
 
 def test_a_pause_outlives_both_though_its_checkpoint_is_lost() -> None:
-    """The engines have kept it, with the target."""
+    """The engines have kept the pause and the target."""
 
     def pause(plane: ControlPlane) -> None:
         plane.manager.do("pause", (), lambda _target: None, lambda _result: None)

@@ -1,5 +1,5 @@
-"""A coordinator that was started again does not hear of an engine in time, since its connection
-delivers nothing: the engine joins again, and the others form a group with it."""
+"""A restarted coordinator does not hear an engine in time, because its connection delivers nothing.
+The engine joins again, and the others form a group with it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An engine leaves, and is idle; then a worker of the other one of its version is lost, and answers
-continue on the one that leaves: it finishes them, whatever was counted before."""
+"""An engine leaves and is idle. Then a worker of the only other engine with its version is lost,
+and answers continue on the leaving engine: it finishes them, although it counted as idle before."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A host is lost while versions change, and what is left has room for exactly as many engines as
-are wanted: answers that have begun end on their version all the same."""
+"""A host is lost while versions change, and the other hosts have room for exactly the target number
+of engines. Answers that have begun still finish with their version."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _ANSWERS = 12
 
 @pytest.mark.parametrize("rooms", [(1, 0, 1), (1, 1, 1), (1, 2, 2)])
 def test_a_version_that_was_given_up_gets_room_for_its_answers(rooms: tuple[int, int, int]) -> None:
-    """The upgrade is cancelled, its engine is lost, and those of the old version take all room that
-    is left."""
+    """The upgrade is cancelled, its engine is lost, and engines of the old version take all the
+    room that is left."""
     requests = [Request(3.0 + i / 4, 0, (1, 2, i), 300, i % 8) for i in range(_ANSWERS)]
     operations = (
         Operation(_UPGRADED_AT_S, "upgrade", 1),

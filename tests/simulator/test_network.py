@@ -1,4 +1,4 @@
-"""Faults of the network, and when each side of a connection notices them."""
+"""Network faults, and when each side of a connection notices them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER_TIMEOUT = NetworkOptions(user_timeout_s=USER_TIMEOUT_S)
 
 
 def closed_at(world: EchoWorld, side: Side, within_s: float = 30.0) -> float | None:
-    """After how many seconds it has closed."""
+    """Returns after how many seconds the side has closed, or None."""
     begun = world.kernel.now
     while world.kernel.now < begun + within_s:
         if side.closed:
@@ -158,7 +158,7 @@ def test_without_heartbeats_only_the_side_that_sends_notices_a_cut() -> None:
 
 
 def test_a_half_cut_loses_acknowledgements_too() -> None:
-    """What the client sends arrives; the acknowledgements do not, and it gives up."""
+    """The client's message arrives, but its acknowledgement does not, so the client gives up."""
     world = EchoWorld(options=USER_TIMEOUT)
     world.settle()
     (side,) = world.net.connections("client1")
@@ -200,7 +200,7 @@ def test_a_stopped_process_is_given_up_by_heartbeats_alone(options: NetworkOptio
     world.run(5.0)
     world.server.resume()
     world.run(5.0)
-    assert world.numbers() == [1, 2]  # its host has kept what had arrived
+    assert world.numbers() == [1, 2]  # the server's host has kept what had arrived
     assert world.clients[0].numbers() == ([1, 2] if options is None else [2])
 
 
@@ -261,7 +261,7 @@ def test_a_lost_host_sends_no_end_of_its_connections() -> None:
 
 
 def test_a_process_that_dies_during_a_handshake_harms_nobody() -> None:
-    """At each moment of it; a successor is found."""
+    """The process dies at each moment of the handshake, and the client then finds its successor."""
     for moment in range(1, 40):
         world = EchoWorld(seed=moment)
         client = world.clients[0]
@@ -291,7 +291,7 @@ def test_a_cut_during_a_handshake_only_delays_it() -> None:
 
 
 def test_what_a_lost_host_had_under_way_never_arrives() -> None:
-    """Even if the host is there again before anybody has noticed."""
+    """This holds even if the host returns before anyone has noticed its loss."""
     world = EchoWorld(options=HEARTBEATS)
     world.settle()
     (side,) = world.net.connections("client1")

@@ -1,4 +1,4 @@
-"""Engines get other weights in place: no process ends, and no answer mixes versions."""
+"""Engines get other weights in place: no process terminates, and no answer mixes versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UPDATED_AT_S = 3.5
 
 
 def _run(engines: int, *weights: int, faults: tuple[Fault, ...] = ()) -> Run:
-    """Long answers stream while the weights change, each second."""
+    """Returns a run in which long answers stream while the weights change every second."""
     requests = [Request(3.0 + i / 4, 0, (1, 2, i), 20 + 10 * (i % 9), i % 8) for i in range(20)]
     operations = [
         Operation(_UPDATED_AT_S + i, "update_weights", number) for i, number in enumerate(weights)
@@ -44,7 +44,7 @@ def _answered_by(run: Run) -> list[str]:
     [((1,), ["1-", "2-"]), ((BROKEN_WEIGHTS,), ["1-"]), ((1, 2, 5), ["1-"]), ((1, 0), ["1-"])],
 )
 def test_no_process_ends(engines: int, weights: tuple[int, ...], versions: list[str]) -> None:
-    """And no other one starts: there is no room for it."""
+    """No other process starts either, because there is no room for it."""
     run = _run(engines, *weights)
     assert run.judge().broken == []
     assert len(run.plane.engines) == engines
@@ -67,7 +67,8 @@ def test_faults_at_every_moment(kind: str, later_s: float, target: int) -> None:
 def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
     stopped_s: float,
 ) -> None:
-    """It hears the engine that it was, and lists it: no process ends for that."""
+    """The new coordinator hears the engine under its earlier incarnation, and adds it to the
+    roster. No process is terminated for that."""
     run, left = _run(2, 1), []
     plane, kernel = run.plane, run.plane.kernel
 
@@ -90,7 +91,7 @@ def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
 def test_an_upgrade_comes_while_an_engine_waits_for_the_coordinator_to_join_again(
     seed: int,
 ) -> None:
-    """Its weights are of a version that is not wanted any more: it joins all the same."""
+    """The engine has weights of a version that is not wanted any more, and still joins."""
     operations = (
         Operation(4.203307185516428, "update_weights", 1),
         Operation(6.203307185516428, "upgrade", 2),

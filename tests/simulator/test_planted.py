@@ -1,5 +1,5 @@
-"""The simulator finds bugs: each planted one breaks a law within 200 seeds, or as an ordinary draw
-within 2 000. `python -m tests.simulator.hunt` searches for the first seed of each."""
+"""The simulator finds each planted bug: some at a known seed, the others within 200 seeds. `python
+-m tests.simulator.hunt` searches for the first seed of each."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ FOUND_SOON = {
     "engine: it keeps its weights": 0,
     "manager: an engine that gets weights is forgotten": 0,
 }
-"""Seeds of some that find them."""
+"""Known seeds that find a bug."""
 
 
 @pytest.mark.parametrize(("name", "seed"), FOUND_SOON.items())
 def test_a_planted_bug_is_found(name: str, seed: int) -> None:
-    """A seed that no longer finds its bug must be replaced by another one."""
+    """If a seed no longer finds its bug, replace it with another one."""
     assert find(BUGS[name], range(seed, seed + 1)) == seed
 
 

@@ -1,5 +1,5 @@
-"""A request ends each engine that computes it, and the first one is to leave before its end is
-known: it is given up after two all the same."""
+"""A poison request terminates each engine that computes it, and the first one is told to leave
+before its termination is known. The request is still given up after two engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.simulator.scenario import Operation, Request, Scenario
 _ENGINES = 3
 _SENT_AT_S = 4.3
 _KNOWN_S = 0.1
-"""Ray tells the manager so long after the end of an engine."""
+"""The time from the termination of an engine until Ray tells the manager."""
 
 
 def _first_engine(expert: bool) -> int:
-    """The rank to which the request goes first."""
+    """Returns the rank of the first engine that gets the request."""
     run = Run(_scenario(expert))
     assert run.judge().broken == []
     state = run.plane.requests[0].state

@@ -1,4 +1,4 @@
-"""A simulated process: asyncio runs on it, and it is stopped, killed and slowed."""
+"""A simulated process runs asyncio code, and can be stopped, killed and slowed down."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(process: Process, work: Callable[[], Coroutine[Any, Any, Any]]) -> Non
 
 
 def ticking(process: Process, seen: list[float], period_s: float = 1.0) -> None:
-    """Notes the world's time after each period of its own."""
+    """Records the world's time after each period of the process's own clock."""
 
     async def tick() -> None:
         while True:
@@ -97,7 +97,7 @@ def test_a_stopped_process_collects_its_events(kernel: Kernel) -> None:
 
 
 def test_a_loop_may_turn_before_what_came_meanwhile_is_taken_in(kernel: Kernel) -> None:
-    """Both orders occur, and those of the events and of the loop's turns are kept."""
+    """Both orders occur; the events keep their order, and so do the turns of the loop."""
     orders = set()
     for name in "abcdefgh":
         process = Process(kernel, name)
@@ -187,7 +187,7 @@ def test_clocks_differ_in_offset_and_rate(kernel: Kernel) -> None:
     before = slow.time()
     slow.set_clock_rate(4.0)
     assert slow.time() == pytest.approx(before)
-    kernel.run(4.9)  # the timer that was set at the old rate rings at its time by the new one
+    kernel.run(4.9)  # the timer set at the old rate fires at its time by the new rate
     assert seen["slow"] == [2.0, 4.0, 4.3375, 4.5875, 4.8375]
 
 
@@ -231,7 +231,7 @@ def test_an_event_that_raises_is_a_failure_of_the_run(kernel: Kernel) -> None:
     process.loop.call_soon(lambda: 1 / 0)
     kernel.run(1.0)
     assert len(kernel.failures) == 1 and "ZeroDivisionError" in kernel.failures[0]
-    assert process.alive  # asyncio reports it, and goes on
+    assert process.alive  # asyncio reports the exception, and continues
     kernel.soon(process, lambda: 1 / 0)
     kernel.run(2.0)
     assert len(kernel.failures) == 2 and not process.alive

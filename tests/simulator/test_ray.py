@@ -1,4 +1,4 @@
-"""What the simulated Ray does beyond the contract: a GCS that is away, and hosts that are lost."""
+"""Properties of the simulated Ray besides the contract: an unavailable GCS, and lost hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = RayOptions()
 
 
 class Actor:
-    """Knows its process, and whether it was there before."""
+    """An actor that returns its process, and whether it was restarted."""
 
     def __init__(self, process: Process, again: bool) -> None:
         self._process, self._again = process, again
@@ -40,7 +40,7 @@ class Actor:
 
 
 class RayHosts:
-    """Three hosts with two cores each, and a manager at the second one."""
+    """Three hosts with two CPUs each, and a manager on the second one."""
 
     def __init__(self) -> None:
         self.kernel = Kernel(0)
@@ -64,7 +64,7 @@ class RayHosts:
         assert self.kernel.failures == []
 
     async def at(self, host: str, work: Callable[[SimRay], Awaitable[Any]]) -> Any:
-        """Let a process of this host do it; returns its result."""
+        """Runs `work` in a process on this host. Returns its result."""
         process = Process(self.kernel, "other", host)
         done = asyncio.get_running_loop().create_future()
 
@@ -255,7 +255,7 @@ def test_actors_of_a_lost_host_die_and_the_coordinator_moves() -> None:
         with pytest.raises(ActorDied):
             await ray.call(engines[5], "where")
         assert ray.total_resources() == {"CPU": 4.0}
-        for name in ("engine4", "engine5"):  # they would have their places again
+        for name in ("engine4", "engine5"):  # they would get resources of the new node
             await ray.remove_group((await ray.groups())[name])
         cluster.restore_host("host2", {"CPU": 2.0})
         assert (await ray.call(await hosts.engine("engine6", 2.0), "where"))[1] == "host2"

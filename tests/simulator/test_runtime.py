@@ -1,4 +1,4 @@
-"""The simulated runtime, and where it waits as the real one does."""
+"""The simulated runtime, with tests of its waits that also run with the real runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.simulator.runtime import SimRuntime
 KEYS = make_keys()
 SOON_S = 60.0
 WAIT_S, RESOLUTION_S = 0.1, 0.001
-"""ZeroMQ counts whole milliseconds of its clock, so a wait may end so much early."""
+"""ZeroMQ counts whole milliseconds of its clock, so a wait may return this much early."""
 
 Work = Callable[[Runtime], Coroutine[Any, Any, None]]
 
@@ -66,10 +66,10 @@ def test_a_wait_ends_with_a_message_the_time_or_the_waker(run: Callable[[Work], 
         waker.wake()
         assert not await runtime.ready(inbox, None, waker)
         begun = runtime.now()
-        assert not await runtime.ready(inbox, WAIT_S, waker)  # it was woken once
+        assert not await runtime.ready(inbox, WAIT_S, waker)  # it was woken only once
         assert runtime.now() - begun >= WAIT_S - RESOLUTION_S
         waker.wake()
-        assert not await runtime.ready(inbox, 0.0, waker)  # no wait, so the next one ends
+        assert not await runtime.ready(inbox, 0.0, waker)  # no wait: the next call returns at once
         assert not await runtime.ready(inbox, None, waker)
         for end in (outlet, inbox, waker):
             end.close()
@@ -191,7 +191,7 @@ def test_random_bits_belong_to_the_process() -> None:
 
 
 def test_workers_of_virtual_time_answer_a_regrouping_as_others_do() -> None:
-    """The executor returns a list at once, as every executor does, and the runtime awaits it."""
+    """The executor returns a list at once, like every executor, and the runtime awaits it."""
     answers: list[list[Regrouped]] = []
 
     async def work(runtime: Runtime) -> None:

@@ -1,5 +1,5 @@
-"""Engines that share experts lose one of them with the host of coordinator and manager, and Ray
-finds out late: the others do not wait for the next coordinator."""
+"""Engines that share experts lose one of them, with the host of the coordinator and the manager,
+and Ray notices it late. The others do not wait for the next coordinator."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.simulator.scenario import HOSTS, Fault, Request, Scenario
 
 _LOST_AT_S = 4.0
 _LATE_S = 60.0
-"""After which Ray gives the host up."""
+"""The time after which Ray gives up the host."""
 _SOON_S = _LOST_AT_S + 2 * STALL_TIMEOUT_S
-"""An engine is alone, and has computed what it has."""
+"""A time at which an engine steps standalone and has finished its requests."""
 
 
 def _lose_control_host(engines: int, seed: int) -> Run:
     requests = tuple(
         Request(3.5 + i / 10, i % 2 * 2, (1, 2, 3), 100, i) for i in range(8)
-    )  # of the ingresses on the other hosts
+    )  # to the ingresses on the other hosts
     fault = Fault("lose-host-for-good", _LOST_AT_S, target=0)
     scenario = Scenario(seed, engines, 3, True, requests, (fault,), control_host=HOSTS[1])
     run = Run(scenario)

@@ -1,4 +1,5 @@
-"""Shrinking keeps what is broken, and leaves out what has no part in it."""
+"""Shrinking keeps the broken law, and removes the parts of a scenario that do not contribute to
+it."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def test_what_has_no_part_in_it_is_left_out() -> None:
 
 
 def test_what_is_broken_is_known_by_its_law() -> None:
-    """Not by the engine, the request or the time of it."""
+    """The engine, the request and the time do not matter."""
     first, again = "sim-engine-0-ab12.1 was ended at 3.50 s", "sim-engine-2-ff00.1 was ended at 9 s"
     assert kind_of(first) == kind_of(again) == "was ended at s"
     assert kind_of("r3 is late") != kind_of("r3 never ended, 2 tokens came")

@@ -1,5 +1,5 @@
-"""A coordinator that is out of reach and is not replaced, while engines and ingresses reach each
-other: what it would have reported is found without it."""
+"""A coordinator is unreachable and is not replaced, while engines and ingresses reach each other:
+failures that it would have reported are detected without it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ _CUT_AT_S, _CUT_S = 3.8, 45.0
 
 
 def _cut(kind: str, host: int) -> tuple[Fault, Fault]:
-    """Ray's GCS is away, too, and starts no other coordinator."""
+    """Returns a cut, and a fault that makes Ray's GCS unavailable, so that Ray starts no other
+    coordinator."""
     cut = Fault(kind, _CUT_AT_S, target=host, time_s=_CUT_S)
     return cut, Fault("gcs-away", _CUT_AT_S + 0.5, time_s=_CUT_S)
 
 
 def _run_experts(kind: str) -> Run:
-    """One engine is beside the coordinator, and one is elsewhere."""
+    """Returns a run in which one engine is on the coordinator's host, and one is elsewhere."""
     return Run(Scenario(0, 2, 2, True, (), _cut(kind, 0)))
 
 
 def _run_hang() -> Run:
-    """An engine hangs just before, and gets requests: no coordinator knows for how long it has not
-    computed."""
+    """Returns a run in which an engine hangs just before the cut, and gets requests: no coordinator
+    knows for how long it has not computed."""
     faults = Fault("hang", _HANG_AT_S, target=0), *_cut("cut", 2)
     requests = tuple(Request(5.0 + i / 10, 1, (1, 2, 3 + i), 4, i) for i in range(6))
     return Run(Scenario(0, 2, 2, False, requests, faults, control_host=HOSTS[2]))

@@ -1,4 +1,4 @@
-"""Random faults in the whole control plane break no law, and one seed is one run."""
+"""Random faults in the whole control plane break no law, and a seed determines a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_range(first: int, count: int) -> list[Verdict]:
 
 @pytest.mark.parametrize("first", range(0, 500, 100))
 def test_random_faults_break_no_law(first: int) -> None:
-    """`python -m tests.simulator --one SEED --shrink` shows a seed that breaks one."""
+    """To debug a seed that breaks a law: `python -m tests.simulator --one SEED --shrink`."""
     gc.disable()
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,5 @@
-"""Engines that share experts grow by two, and one is stopped when it is ready, before it joins."""
+"""Two engines are added to a group that shares experts, and one of them is stopped when it is
+ready, before it joins."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ _STOPPED_S = 31.4
 
 
 def test_the_group_forms_without_it_when_it_was_silent() -> None:
-    """It has introduced itself, so its silence is known as soon as that of any other."""
+    """The engine has introduced itself, so its silence is noticed as soon as that of any other
+    engine."""
     scenario = Scenario(
         72452,
         1,

@@ -1,4 +1,5 @@
-"""A manager that was frozen while it started takes over late from its successor, and ends."""
+"""A manager that was stopped while it started takes over from its successor late, and
+terminates."""
 
 from __future__ import annotations
 
