@@ -23,6 +23,7 @@ STARTERS = {
 """Ray, and our classes that start it. Every test that starts Ray imports one of these."""
 STARTS_NONE = {
     "tests/cluster/cli/test_documented_commands.py": "commands of Ray, by name",
+    "tests/cluster/cli/start/test_application.py": "calls into Ray and Serve, which are planted",
     "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
     "tests/cluster/cli/test_launch.py": "states of Serve",
     "tests/configs/test_cluster_files.py": "schemas of Ray",

@@ -17,7 +17,10 @@ from tests.e2e.protections import Place, Site, complaints, not_denied, open_proc
 from tests.strangers import Door
 from tests.untrusted_account import UntrustedAccount
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account"),
+]
 
 PRIVATE, TOKEN = "the folder is its owner's alone", "Ray's token"
 CLOSED = "tokens of the group; closed once it is formed"
