@@ -24,6 +24,7 @@ FOUND_SOON = {
     "coordinator: an engine that is kept goes on leaving": 0,
     "coordinator: who was asked to leave counts as lost": 0,
     "coordinator: it knows the versions of one ingress only": 11,
+    "coordinator: whose repair is not heard of stays out": 843,
     "coordinator: time in which it was stopped counts as silence": 469,
     "coordinator: an engine that comes late has the epoch of the others": 457,
     "manager: a start that failed counts for ever": 151,
