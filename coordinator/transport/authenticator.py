@@ -35,6 +35,9 @@ _MONITOR = "inproc://monitor"
 _DOMAIN = b"swell"
 _EVENT = struct.Struct("=hi")
 """A monitor event: its type and its value, here a file descriptor."""
+_MAX_EVENTS = 4096
+"""Monitor events that are handled before the next key request is answered: a flood of connections
+must not delay the handshakes of peers without end."""
 
 
 class Authenticator:
@@ -83,10 +86,12 @@ class Authenticator:
             self._monitor.close()
 
     def _follow_connections(self) -> None:
-        """Handles all events of the monitor, then refuses connections. A connection that was closed
+        """Handles the events of the monitor, then refuses connections. A connection that was closed
         meanwhile is not touched: its file descriptor may belong to another one."""
         refused: set[int] = set()
-        while self._monitor.poll(0):
+        for _ in range(_MAX_EVENTS):
+            if not self._monitor.poll(0):
+                break
             event, value = _EVENT.unpack(self._monitor.recv_multipart()[0])
             match event:
                 case zmq.EVENT_ACCEPTED:
