@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +26,18 @@ class FakeServe:
     def __init__(self, *hanging: str) -> None:
         self.hanging = hanging
         self.calls: list[str] = []
+        self.hangs = threading.Event()
         self.released = threading.Event()
+
+    def now_s(self) -> float:
+        """Returns the time of a clock that advances by an hour once a call hangs."""
+        return time.monotonic() + 3600.0 * self.hangs.is_set()
 
     def call(self, name: str, answer: Any = None) -> Callable[..., Any]:
         def answered(*_arguments: Any, **_options: Any) -> Any:
             self.calls.append(name)
             if name in self.hanging:
+                self.hangs.set()
                 self.released.wait()
             return answer
 
@@ -56,7 +64,8 @@ def test_a_serve_that_does_not_answer_is_left(
         monkeypatch.setattr(serve, name, fake.call(name, answers.get(name)))
     monkeypatch.setattr(app, "application", lambda config: None)
     monkeypatch.setattr(serve, "RunTarget", lambda *_arguments, **_options: None)
-    monkeypatch.setattr(module, "_ANSWER_S", 0.3)
+    clock = SimpleNamespace(monotonic=fake.now_s, sleep=time.sleep)
+    monkeypatch.setattr(module, "time", clock)
     lines: list[str] = []
     try:
         with application(CONFIG, lines.append, threading.Event(), own_ray=own_ray) as ingress:
@@ -64,4 +73,4 @@ def test_a_serve_that_does_not_answer_is_left(
     finally:
         fake.released.set()
     assert fake.calls == ["start", "run_many", *names[: names.index(hanging) + 1]]
-    assert lines[-1] == f"Ray Serve has not answered for 0.3 s: {words}"
+    assert lines[-1] == f"Ray Serve has not answered for 60 s: {words}"
