@@ -14,6 +14,10 @@ INDEX = ROOT / "docs" / "index.md"
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+FILE = re.compile(
+    r"(?<![\w/.-])((?:cluster|configs|coordinator|engine|examples|kernels|package|tests|worker)/"
+    r"[\w/.-]*\w\.(?:py|yaml|sh|cpp|h|json))\b"
+)
 PATH = re.compile(r"(?<![\w/])docs/[\w/-]+\.(?:md|svg|json)\b")
 
 
@@ -53,6 +57,12 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 def test_the_index_links_every_page() -> None:
     linked = {(INDEX.parent / link).resolve() for link in links(INDEX.read_text())}
     assert set((ROOT / "docs").rglob("*.md")) - linked == {INDEX}
+
+
+def test_files_that_a_page_names_exist() -> None:
+    named = {(str(page), name) for page in PAGES for name in FILE.findall(page.read_text())}
+    assert len(named) > 100
+    assert {(page, name) for page, name in named if not (ROOT / name).exists()} == set()
 
 
 def test_paths_of_pages_exist() -> None:
