@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from tests.strangers import Door, knock_with_keys, visit
+from tests.untrusted_peers import Door, knock_with_keys, visit
 
 UID = 54_321
 """A user id without a name and a home."""
@@ -117,15 +117,15 @@ def _write(path: str) -> None:
 
 
 def _create(folder: str) -> None:
-    path = Path(folder, "stranger")
+    path = Path(folder, "untrusted")
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     path.unlink()
 
 
 def _rename(path: str) -> None:
     """Takes a file away, and brings it back."""
-    os.rename(path, f"{path}.stranger")
-    os.rename(f"{path}.stranger", path)
+    os.rename(path, f"{path}.untrusted")
+    os.rename(f"{path}.untrusted", path)
 
 
 def _signal(pid: int) -> None:
@@ -161,7 +161,7 @@ def _join(family: str, address: str, port: int, server: str) -> bool:
 
     public, secret = zmq.curve_keypair()
     door = Door(family, address, port)
-    return knock_with_keys(door, public, secret, server.encode(), b"stranger")
+    return knock_with_keys(door, public, secret, server.encode(), b"untrusted")
 
 
 def _fill_store(host: str, port: int) -> list[str]:
@@ -174,7 +174,7 @@ def _fill_store(host: str, port: int) -> list[str]:
     found = []
     for key in store.list_keys():
         found += [key, repr(store.get(key))]
-        store.set(key, "stranger")
+        store.set(key, "untrusted")
     return found
 
 

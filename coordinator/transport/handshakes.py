@@ -3,12 +3,13 @@
 A handshake is pending from the moment its connection is accepted until it has succeeded or
 `HANDSHAKE_S` has passed, after which ZeroMQ itself closes the connection. At most `MAX_PENDING`
 handshakes may be pending: a further connection is shut down as soon as it is accepted, and a peer
-of the cluster reconnects after a moment. Therefore strangers hold at most this many file
+of the cluster reconnects after a moment. Therefore untrusted peers hold at most this many file
 descriptors and this many times `MAX_MESSAGE_BYTES`, for at most this long. Authenticated peers are
 not affected.
 
 ZeroMQ does not report which connection's handshake has succeeded, only that one has. Successes are
-therefore counted for as long as their handshake could be pending. Strangers cannot cause successes.
+therefore counted for as long as their handshake could be pending. Untrusted peers cannot cause
+successes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An inbox accepts peers that have the cluster's keys, and strangers cost it little."""
+"""An inbox accepts peers that have the cluster's keys, and untrusted peers cost it little."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from swell.coordinator.transport.channel import (
 )
 from swell.coordinator.transport.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
 from tests.coordinator.test_channel import NEVER_S, SOON_S, take
-from tests.strangers import Door, Recorder, greeting, knock_with_keys, knocks, visit
+from tests.untrusted_peers import Door, Recorder, greeting, knock_with_keys, knocks, visit
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +64,7 @@ def distant(address: ChannelAddress) -> ChannelAddress:
 
 @pytest.fixture
 def peer(inbox: Inbox[str], keys: ChannelKeys) -> Iterator[Outlet[str]]:
-    """Yields a peer that connected before the strangers."""
+    """Yields a peer that connected before the untrusted peers."""
     outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys, identity=b"peer")
     outlet.send("before")
     assert take(inbox, 1) == [(b"peer", "before")]
@@ -148,12 +148,12 @@ def eventually(value, is_good):
 # -------------------------------------------------------------------------------- costs
 
 
-def is_open(stranger: socket.socket) -> bool:
+def is_open(untrusted_peer: socket.socket) -> bool:
     """Whether the inbox keeps the connection open; its greeting is read and discarded."""
-    stranger.setblocking(False)
+    untrusted_peer.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         try:
-            while stranger.recv(4096):
+            while untrusted_peer.recv(4096):
                 pass
         except ConnectionError:
             pass
@@ -169,33 +169,37 @@ def sockets_of_this_process() -> int:
     return sum(bool(re.match("socket:", link)) for link in links)
 
 
-def test_strangers_hold_a_limited_number_of_connections(inbox, peer, door) -> None:
+def test_untrusted_peers_hold_a_limited_number_of_connections(inbox, peer, door) -> None:
     before = sockets_of_this_process()
-    strangers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
+    untrusted_peers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
     held = eventually(
-        lambda: sum(is_open(stranger) for stranger in strangers), lambda held: held <= MAX_PENDING
+        lambda: sum(is_open(untrusted_peer) for untrusted_peer in untrusted_peers),
+        lambda held: held <= MAX_PENDING,
     )
     assert held == MAX_PENDING
-    ends = len(strangers)
+    ends = len(untrusted_peers)
     eventually(sockets_of_this_process, lambda now: now - before - ends <= MAX_PENDING)
     assert_serves(inbox, peer)
-    for stranger in strangers:
-        stranger.close()
+    for untrusted_peer in untrusted_peers:
+        untrusted_peer.close()
 
 
-def test_a_peer_comes_in_when_strangers_have_had_their_time(keys, monkeypatch) -> None:
-    """Strangers that send nothing are closed after the handshake timeout, which makes room for a
-    peer."""
+def test_a_peer_comes_in_when_untrusted_peers_have_had_their_time(keys, monkeypatch) -> None:
+    """Untrusted peers that send nothing are closed after the handshake timeout, which makes room
+    for a peer."""
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 0.5)
     inbox: Inbox[str] = Inbox(str, keys)
     door = door_of(inbox.address, "tcp")
-    strangers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
+    untrusted_peers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
     outlet: Outlet[str] = Outlet(distant(inbox.address), str, keys)
     outlet.send("hello")
     assert [message for _, message in take(inbox, 1)] == ["hello"]
-    eventually(lambda: [stranger for stranger in strangers if is_open(stranger)], lambda n: not n)
-    for stranger in strangers:
-        stranger.close()
+    eventually(
+        lambda: [untrusted_peer for untrusted_peer in untrusted_peers if is_open(untrusted_peer)],
+        lambda n: not n,
+    )
+    for untrusted_peer in untrusted_peers:
+        untrusted_peer.close()
     outlet.close()
     inbox.close()
 
@@ -231,13 +235,13 @@ def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch)
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 2.0)
     inbox: Inbox[str] = Inbox(str, keys)
     door = door_of(inbox.address, "tcp")
-    strangers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
+    untrusted_peers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
     outlet = ObservedOutlet(distant(inbox.address), str, keys)
     outlet.send("hello")
     assert [message for _, message in take(inbox, 1)] == ["hello"]
-    eventually(lambda: handled, lambda handled: handled > len(strangers))
-    for stranger in strangers:
-        stranger.close()
+    eventually(lambda: handled, lambda handled: handled > len(untrusted_peers))
+    for untrusted_peer in untrusted_peers:
+        untrusted_peer.close()
     succeeded = eventually(outlet.next_event, bool)
     while succeeded == zmq.EVENT_DISCONNECTED:  # it was refused in time, and connected again
         succeeded = eventually(outlet.next_event, bool)
@@ -249,19 +253,19 @@ def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch)
 
 
 @pytest.mark.parametrize("excess", [0, 1])
-def test_a_stranger_may_announce_no_more_than_the_limit(keys, monkeypatch, excess) -> None:
+def test_an_untrusted_peer_may_announce_no_more_than_the_limit(keys, monkeypatch, excess) -> None:
     """A frame larger than the limit is refused when its size is announced, before memory is
     allocated."""
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 10 * SOON_S)
     inbox: Inbox[str] = Inbox(str, keys)
     size = MAX_MESSAGE_BYTES + excess
-    with door_of(inbox.address, "tcp").connect() as stranger:
-        stranger.sendall(greeting(b"CURVE") + b"\x06" + size.to_bytes(8, "big"))
+    with door_of(inbox.address, "tcp").connect() as untrusted_peer:
+        untrusted_peer.sendall(greeting(b"CURVE") + b"\x06" + size.to_bytes(8, "big"))
         if excess:
-            eventually(lambda: is_open(stranger), lambda open_: not open_)
+            eventually(lambda: is_open(untrusted_peer), lambda open_: not open_)
         else:
             time.sleep(NEVER_S)
-            assert is_open(stranger)
+            assert is_open(untrusted_peer)
     inbox.close()
 
 

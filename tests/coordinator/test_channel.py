@@ -1,4 +1,4 @@
-"""The channel: ordered, encrypted, and unaffected by strangers and by malformed messages."""
+"""The channel: ordered, encrypted, and unaffected by untrusted peers and by malformed messages."""
 
 from __future__ import annotations
 
@@ -248,33 +248,38 @@ def test_an_address_that_cannot_be_had_is_an_error(keys) -> None:
         Inbox(str, keys, "192.0.2.1", port=20_000)
 
 
-# -------------------------------------------------------------------------------- strangers
+# -------------------------------------------------------------------------------- untrusted peers
 
 
 @pytest.mark.parametrize("knows", ["nothing", "other keys", "a CURVE server without its key"])
-def test_a_stranger_gets_nothing_and_harms_nobody(inbox, address, outlet, keys, knows) -> None:
-    """A stranger receives nothing and does not disturb peers: its handshake fails in ZeroMQ's
-    thread, so the inbox receives nothing from it."""
+def test_an_untrusted_peer_gets_nothing_and_harms_nobody(
+    inbox, address, outlet, keys, knows
+) -> None:
+    """An untrusted peer receives nothing and does not disturb peers: its handshake fails in
+    ZeroMQ's thread, so the inbox receives nothing from it."""
     outlet.send("mine")
     ((peer, _),) = take(inbox, 1)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.identity = peer
+    with zmq.Context() as context, context.socket(zmq.DEALER) as untrusted_peer:
+        untrusted_peer.linger = 0
+        untrusted_peer.identity = peer
         if knows == "other keys":
             other = make_keys()
-            stranger.curve_serverkey = other.public
-            stranger.curve_publickey, stranger.curve_secretkey = other.public, other.secret
+            untrusted_peer.curve_serverkey = other.public
+            untrusted_peer.curve_publickey, untrusted_peer.curve_secretkey = (
+                other.public,
+                other.secret,
+            )
         elif knows != "nothing":
-            stranger.curve_server = True
-            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
-        stranger.connect(address.ipc if address.machine == this_machine() else address.tcp)
+            untrusted_peer.curve_server = True
+            untrusted_peer.curve_publickey, untrusted_peer.curve_secretkey = zmq.curve_keypair()
+        untrusted_peer.connect(address.ipc if address.machine == this_machine() else address.tcp)
         # it was refused so early that the connection is already closed
         with contextlib.suppress(zmq.Again):
-            stranger.send(msgspec.msgpack.encode("intruder"), zmq.NOBLOCK)
+            untrusted_peer.send(msgspec.msgpack.encode("intruder"), zmq.NOBLOCK)
         assert list(inbox.receive(NEVER_S)) == []
         inbox.send(peer, "secret")
         assert outlet.receive(SOON_S) == "secret"
-        assert not stranger.poll(NEVER_S * 1000)
+        assert not untrusted_peer.poll(NEVER_S * 1000)
         outlet.send("still here")
         assert take(inbox, 1) == [(peer, "still here")]
 
@@ -283,8 +288,8 @@ def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
     import socket
 
     host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=SOON_S) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
+    with socket.create_connection((host, int(port)), timeout=SOON_S) as untrusted_peer:
+        untrusted_peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
         outlet.send("fine")
         assert [message for _, message in take(inbox, 1)] == ["fine"]
 

@@ -57,30 +57,32 @@ def test_one_that_has_succeeded_or_had_its_time_does_not_count() -> None:
     assert pending.accepted(5, 10.5)
 
 
-EVENTS = st.lists(st.tuples(st.sampled_from(["peer", "stranger", "ends"]), st.integers(0, 30)))
+EVENTS = st.lists(st.tuples(st.sampled_from(["peer", "untrusted", "ends"]), st.integers(0, 30)))
 
 
 @given(EVENTS)
-def test_strangers_never_hold_more_than_the_limit(events: list[tuple[str, int]]) -> None:
-    """Strangers never hold more than the limit of connections. Peers succeed at once and stay;
-    strangers stay until they are shut down or time out. File descriptors are reused."""
+def test_untrusted_peers_never_hold_more_than_the_limit(events: list[tuple[str, int]]) -> None:
+    """Untrusted peers never hold more than the limit of connections. Peers succeed at once and
+    stay; untrusted peers stay until they are shut down or time out. File descriptors are reused."""
     pending, now = PendingHandshakes(LIMIT, HANDSHAKE_S), 0.0
-    strangers: dict[int, float] = {}
+    untrusted_peers: dict[int, float] = {}
     peers: set[int] = set()
     for kind, step in events:
         now += step / 10
-        for fd in [fd for fd, begun in strangers.items() if begun + HANDSHAKE_S < now]:
-            del strangers[fd]
+        for fd in [fd for fd, begun in untrusted_peers.items() if begun + HANDSHAKE_S < now]:
+            del untrusted_peers[fd]
             pending.ended(fd)
-        fd = next(number for number in range(100) if number not in strangers | dict.fromkeys(peers))
-        if kind == "ends" and strangers:
-            pending.ended(strangers.popitem()[0])
+        fd = next(
+            number for number in range(100) if number not in untrusted_peers | dict.fromkeys(peers)
+        )
+        if kind == "ends" and untrusted_peers:
+            pending.ended(untrusted_peers.popitem()[0])
         elif kind != "ends" and not pending.accepted(fd, now):
             pending.ended(fd)  # it is shut down
         elif kind == "peer":
             pending.succeeded(now)
             peers.add(fd)
-        elif kind == "stranger":
-            strangers[fd] = now
-        assert len(strangers) <= LIMIT
+        elif kind == "untrusted":
+            untrusted_peers[fd] = now
+        assert len(untrusted_peers) <= LIMIT
     assert len(pending) <= LIMIT

@@ -21,7 +21,7 @@ from swell.coordinator.transport.channel import (
 )
 from tests.coordinator.test_authenticator import eventually
 from tests.coordinator.test_channel import SOON_S
-from tests.strangers import greeting, knocks
+from tests.untrusted_peers import greeting, knocks
 
 pytestmark = pytest.mark.slow
 

@@ -123,11 +123,11 @@ class OwnedByLoop:
 
     def __init__(self, state_machine: CoordinatorStateMachine) -> None:
         vars(self)["inner"] = state_machine
-        vars(self)["strangers"] = []
+        vars(self)["other_threads"] = []
 
     def __getattr__(self, name: str) -> object:
         if threading.current_thread().name != "swell-coordinator":
-            self.strangers.append(name)
+            self.other_threads.append(name)
         return getattr(self.inner, name)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -156,7 +156,7 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
     service.remove_failed([0], manager)
     waiting.join(SOON_S / 2)
     assert not waiting.is_alive(), "a change of the roster ends the wait"
-    assert owned.strangers == []
+    assert owned.other_threads == []
 
 
 @pytest.mark.parametrize("part", ["tick", "view"])

@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
-from tests.strangers import Door, knocks
 from tests.untrusted_account import Refused, UntrustedAccount
+from tests.untrusted_peers import Door, knocks
 
 DENIED = "PermissionError"
 NOT_ASKED = ("UNAUTHENTICATED", "UNIMPLEMENTED")
@@ -48,7 +48,7 @@ class Site:
     user_key: str
     key_files: tuple[Path, ...]
     secrets: tuple[str, ...]
-    """Texts that must not be visible to a stranger."""
+    """Texts that must not be visible to an untrusted peer."""
 
 
 @dataclass(frozen=True)

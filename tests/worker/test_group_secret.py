@@ -61,9 +61,9 @@ def test_ranks_with_different_secrets_do_not_find_each_other() -> None:
     assert all("did not come" in text for text in in_threads(2, form))
 
 
-def test_a_stranger_who_writes_into_the_store_is_noticed() -> None:
-    """A stranger who writes into the store is noticed. Anyone who can reach the store can list its
-    keys, and so learn the prefix."""
+def test_an_untrusted_peer_that_writes_into_the_store_is_noticed() -> None:
+    """An untrusted peer that writes into the store is noticed. Anyone who can reach the store can
+    list its keys, and so learn the prefix."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     store.set(f"{OURS.prefix}/address1", THEIRS.sign(1, "127.0.0.1 9"))
     with pytest.raises(ForeignAddress, match="rank 1"):
@@ -102,7 +102,7 @@ def test_a_failed_proof_is_a_failure_of_the_group() -> None:
 
 def test_a_formed_group_takes_no_connection_and_goes_on() -> None:
     """A formed group accepts no connection and continues. Gloo itself would keep any connection
-    forever, also that of a stranger."""
+    forever, also that of an untrusted peer."""
     store = dist.HashStore()  # type: ignore[attr-defined]
     formed = threading.Barrier(2)
 

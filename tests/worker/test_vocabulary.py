@@ -17,7 +17,7 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
 from swell.worker.sample.vocabulary import load_vocabulary
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 from tests.worker.test_grammar import END, NANO, TOKENIZER, Answers, lark
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,10 @@ def walked(name, lark, seed=0):
     """Returns the ids and the text of a random sentence of a grammar, as a client sees it."""
     from llguidance import LLMatcher
 
-    vocabulary, ends = load_vocabulary(str(kind(name).folder())), set(kind(name).end_ids)
+    vocabulary, ends = (
+        load_vocabulary(str(model_kind(name).folder())),
+        set(model_kind(name).end_ids),
+    )
     matcher, rng, ids = LLMatcher(vocabulary, lark, log_level=0), random.Random(seed), []
     for _ in range(2000):
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -109,16 +112,16 @@ def walked(name, lark, seed=0):
         assert allowed, matcher.get_error()
         token = rng.choice(allowed)
         if token in ends:
-            return ids, kind(name).tokenizer.decode(ids, skip_special_tokens=True)
+            return ids, model_kind(name).tokenizer.decode(ids, skip_special_tokens=True)
         assert matcher.consume_token(token), matcher.get_error()
         ids.append(token)
     raise AssertionError("no end")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_grammars_see_the_text_that_clients_see(name):
-    tokenizer = kind(name).tokenizer
-    vocabulary = load_vocabulary(str(kind(name).folder()))
+    tokenizer = model_kind(name).tokenizer
+    vocabulary = load_vocabulary(str(model_kind(name).folder()))
     texts = TokenTexts(Detokenizer(tokenizer))
     special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
     for token in range(len(tokenizer)):
@@ -132,11 +135,11 @@ def test_grammars_see_the_text_that_clients_see(name):
 PATTERN = "a?<think>[bc]{2}</think>|<.im_end.>y"
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_names_of_added_tokens_are_texts_like_others(name):
     """Names of added tokens are ordinary text in a choice, an expression and a schema; as the only
     continuation, and as one of several."""
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     names = [str(token) for token in tokenizer.added_tokens_decoder.values()] + ["<think>"]
     forced = compile_grammar(StructuredOutputs(choice=["".join(f"x{text}" for text in names)]))
     assert walked(name, forced.lark)[1] == "".join(f"x{text}" for text in names)
@@ -161,9 +164,11 @@ def test_names_of_added_tokens_are_texts_like_others(name):
         assert re.fullmatch(PATTERN, text)
 
 
-@pytest.mark.parametrize("name", [n for n in KINDS if "<think>" in kind(n).tokenizer.get_vocab()])
+@pytest.mark.parametrize(
+    "name", [n for n in MODEL_KINDS if "<think>" in model_kind(n).tokenizer.get_vocab()]
+)
 def test_an_added_token_and_its_characters_both_write_its_name(name):
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     lark = compile_grammar(StructuredOutputs(regex="a?<think>b?")).lark
     marker = tokenizer.convert_tokens_to_ids("<think>")
     written = {marker in walked(name, lark, seed)[0] for seed in range(40)}

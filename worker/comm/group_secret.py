@@ -6,7 +6,7 @@ over the encrypted channel. These values derive from it:
 
 - the prefix of the group's keys in the store, which no other plan has;
 - a signature of each rank's address, which its peers check before they connect, so that they do not
-  accept what a stranger, or an earlier plan, has written into the store;
+  accept what an untrusted peer, or an earlier plan, has written into the store;
 - a token of each rank, which its peers check through the connections of the group itself before
   anything else is sent through them.
 """
@@ -48,7 +48,7 @@ class GroupSecret:
         if not hmac.compare_digest(self.sign(rank, address).encode(), signed.encode()):
             raise ForeignAddress(
                 f"the address of rank {rank} was not written by a member of this group: a "
-                "stranger reaches the store, see docs/operate/security.md"
+                "untrusted peer reaches the store, see docs/operate/security.md"
             )
         return address
 

@@ -195,8 +195,8 @@ def connect(
     machine's own host name resolves does not matter.
 
     Raises `PeersAbsent` if peers do not publish their addresses in time, or have not when `aborted`
-    is set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` if a stranger
-    poses as a peer; `RuntimeError` if the store or peers are gone.
+    is set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` if an untrusted
+    peer poses as a peer; `RuntimeError` if the store or peers are gone.
     """
     start = TRANSPORTS[device_type]
     keys = dist.PrefixStore(secret.prefix, store)
@@ -264,8 +264,8 @@ def _check_members(transport: Transport, rank: int, size: int, secret: GroupSecr
     if foreign:
         transport.close()
         raise ForeignMember(
-            f"ranks {foreign} of {size} do not know the secret of this group: a stranger reaches "
-            "the network of cluster.interface, see docs/operate/security.md"
+            f"ranks {foreign} of {size} do not know the secret of this group: an untrusted peer "
+            "reaches the network of cluster.interface, see docs/operate/security.md"
         )
 
 

@@ -1,5 +1,5 @@
 """The access rules of the admin API against requests that ordinary clients would not send: from a
-web page, from a stranger through a filtering proxy, or through a proxy that parses them
+web page, from an untrusted peer through a filtering proxy, or through a proxy that parses them
 differently."""
 
 from __future__ import annotations
@@ -308,7 +308,7 @@ def test_headers_behind_a_body_are_not_those_of_the_request(server: AdminServer)
 
 
 @pytest.mark.parametrize("route", POSTS[:1], ids=lambda route: route.path)
-def test_an_answer_to_a_stranger_tells_nothing_of_the_cluster(
+def test_an_answer_to_an_untrusted_peer_tells_nothing_of_the_cluster(
     server: AdminServer, route: AdminRoute
 ) -> None:
     answers = {

@@ -102,9 +102,9 @@ def test_nothing_is_read_of_a_request_that_is_refused(folder):
             cluster.ingress.llm._admission._max_requests = 0
             post = cluster.client.post
             damaged = await post("/v1/completions", content=b'{"prompt": ')
-            stranger = await post("/v1/completions", headers={"authorization": "Bearer no"})
+            unauthorized = await post("/v1/completions", headers={"authorization": "Bearer no"})
             kept_alive = await post("/tokenize", json={"model": "fake", "prompt": "hi"})
-            return damaged.status_code, stranger.status_code, kept_alive.status_code
+            return damaged.status_code, unauthorized.status_code, kept_alive.status_code
 
     assert asyncio.run(run()) == (429, 401, 200)
 

@@ -254,13 +254,13 @@ def test_a_key_is_required(tmp_path: Path) -> None:
             tmp_path, "x", **{"serve.api_keys_file": str(keys)}
         ).open() as server:
             answer = await server.create()
-            stranger = server.client.with_options(api_key="other").responses
+            intruder = server.client.with_options(api_key="other").responses
             for call in (
-                stranger.retrieve(answer.id),
-                stranger.delete(answer.id),
-                stranger.cancel(answer.id),
-                stranger.input_items.list(answer.id),
-                stranger.create(model="fake", input="x"),
+                intruder.retrieve(answer.id),
+                intruder.delete(answer.id),
+                intruder.cancel(answer.id),
+                intruder.input_items.list(answer.id),
+                intruder.create(model="fake", input="x"),
             ):
                 with pytest.raises(openai.AuthenticationError):
                     await call

@@ -17,7 +17,7 @@ import yaml
 
 from swell.worker.sample.grammar import GrammarMask, GrammarState
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_a_record_of_zod_is_served(nano: InProcessServer) -> None:
 def test_an_input_is_the_longest_object_that_was_written() -> None:
     body = case("f7_number_overflow.messages.json")
     with start_in_process_server(
-        kind("llama3").folder(), **{"model.name": "llama3", "model.max_model_len": 2048}
+        model_kind("llama3").folder(), **{"model.name": "llama3", "model.max_model_len": 2048}
     ) as server:
         for seed in range(6):
             answer = server.client.post("/v1/messages", json={**body, "seed": seed})

@@ -16,7 +16,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from tests.cluster.fake_cluster import FakeCluster
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -73,7 +73,7 @@ def as_sdk_has_it(body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", TYPES)
 def test_answers_match_the_clients_types(path: str) -> None:
-    qwen = kind("qwen3")
+    qwen = model_kind("qwen3")
     whole, event = map(TypeAdapter, TYPES[path])
     text = f"<think>\nhm\n</think>\n\n{CALL}\n{CALL}"
     script = qwen.tokenizer.encode(text, add_special_tokens=False)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_cluster import FakeCluster
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +47,13 @@ CHATS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def serving(**settings: Any) -> FakeCluster:
-    return FakeCluster(kind(NAME).folder(), vocab_size=kind(NAME).vocab_size, **settings)
+    return FakeCluster(
+        model_kind(NAME).folder(), vocab_size=model_kind(NAME).vocab_size, **settings
+    )
 
 
 def turns(ids: list[int]) -> int:
-    return ids.count(kind(NAME).tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    return ids.count(model_kind(NAME).tokenizer.convert_tokens_to_ids("<|im_start|>"))
 
 
 @pytest.mark.parametrize("mode", ["text", "control"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def nano() -> Iterator[InProcessServer]:
 
 @pytest.fixture(scope="module", params=["qwen3", "gpt_oss"])
 def thinking(request: pytest.FixtureRequest) -> Iterator[tuple[str, InProcessServer]]:
-    folder = kind(request.param).folder()
+    folder = model_kind(request.param).folder()
     with start_in_process_server(folder, **{"model.max_model_len": 2048}) as server:
         yield request.param, server
 

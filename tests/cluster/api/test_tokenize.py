@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.fake_cluster import FakeCluster
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +23,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     "another order": {"parameters": SCHEMA, "description": "Looks.", "name": "look"},
     "fields of others": {"name": "look", "parameters": SCHEMA, "returns": {"type": "string"}},
 }
-WITH_TOOLS = [name for name in KINDS if kind(name).tools]
+WITH_TOOLS = [name for name in MODEL_KINDS if model_kind(name).tools]
 
 
 async def answered(cluster: FakeCluster, url: str, **fields: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def answered(cluster: FakeCluster, url: str, **fields: Any) -> dict[str, A
 
 
 def serving(name: str, **settings: Any) -> FakeCluster:
-    one = kind(name)
+    one = model_kind(name)
     return FakeCluster(one.folder(), vocab_size=one.vocab_size, **settings)
 
 
@@ -45,7 +45,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
             engine = await cluster.join(0)
             for function in FUNCTIONS.values():
                 tools = [{"type": "function", "function": function}]
-                expected = kind(name).tokenizer.apply_chat_template(
+                expected = model_kind(name).tokenizer.apply_chat_template(
                     CONVERSATION,
                     tools=tools,
                     add_generation_prompt=True,
@@ -80,7 +80,7 @@ def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
             reply = await answered(
                 cluster, "/tokenize", messages=CONVERSATION, tools=tools, chat_template=template
             )
-            assert kind("qwen3").tokenizer.decode(reply["tokens"]) == "look0"
+            assert model_kind("qwen3").tokenizer.decode(reply["tokens"]) == "look0"
 
     asyncio.run(run())
 
@@ -88,7 +88,7 @@ def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
 @pytest.mark.parametrize("name", ["llama2", "llama3", "gemma"])
 def test_texts_and_ids_have_the_peers_form(name: str) -> None:
     async def run() -> None:
-        tokenizer = kind(name).tokenizer
+        tokenizer = model_kind(name).tokenizer
         async with serving(name).serving() as cluster:
             await cluster.join(0)
             for special in (True, False):
@@ -116,7 +116,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_its_size(url: str) -> None:
         async with serving("llama3").serving() as cluster:
             engine = await cluster.join(0)
             engine.say([5])
-            size = kind("llama3").vocab_size
+            size = model_kind("llama3").vocab_size
             payload: dict[str, Any] = (
                 {"messages": CONVERSATION} if "chat" in url else {"prompt": "The sky"}
             )

@@ -21,9 +21,9 @@ from swell.cluster.text.prompt.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.schema.decode import decode
 from swell.configs.schema import ServeConfig
 from swell.worker.sample.vocabulary import load_vocabulary
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
-WITH_TOOLS = [name for name in KINDS if detect_tools(kind(name).template)]
+WITH_TOOLS = [name for name in MODEL_KINDS if detect_tools(model_kind(name).template)]
 TOOLS = [
     {
         "type": "function",
@@ -70,7 +70,7 @@ class GrammarSample(msgspec.Struct):
 
 @cache
 def formats(name: str) -> ModelFormats:
-    return ModelFormats(kind(name).tokenizer, kind(name).template, ServeConfig())
+    return ModelFormats(model_kind(name).tokenizer, model_kind(name).template, ServeConfig())
 
 
 def format_of(name: str, body: ChatCompletionRequest, prompt: str) -> AnswerFormat:
@@ -93,7 +93,7 @@ def walk(
     """Samples an answer. Tokens in `likes` are chosen wherever the grammar allows them."""
     from llguidance import LLMatcher
 
-    one = kind(name)
+    one = model_kind(name)
     tokenizer, ends = one.tokenizer, set(one.end_ids)
     prompt = ChatTemplate(tokenizer, name).render(body.messages, conversation(body).template)
     answer = format_of(name, body, prompt[-40:])

@@ -16,14 +16,14 @@ from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutp
 from swell.cluster.text.parsers import tool_format
 from swell.cluster.text.parsers.deltas import Message
 from tests.cluster.text.grammar_samples import SCHEMA, TOOLS, WITH_TOOLS, request, walk
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 pytestmark = pytest.mark.slow
 
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": SCHEMA}}
 NAMED = {"type": "function", "function": {"name": "wait"}}
 STRICT = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
-THINKING = [name for name in KINDS if kind(name).reasoning in ("think", "think-open")]
+THINKING = [name for name in MODEL_KINDS if model_kind(name).reasoning in ("think", "think-open")]
 CHOOSING = [name for name in WITH_TOOLS if name != "gpt_oss"]
 """Kinds in which a token makes the model call a tool. gpt_oss is not one: all its output follows a
 header (test_harmony.py)."""
@@ -158,7 +158,7 @@ def test_chosen_calls_that_are_cut_off_show_no_markup(name: str, fields: dict[st
     body = request(tools=STRICT, reasoning_effort="none", **fields)
     answer = walk(name, body, likes=OPENERS)
     assert answer.message.tool_calls
-    start_markers = [opener.strip() for opener in tool_format(kind(name).tools).start_markers]
+    start_markers = [opener.strip() for opener in tool_format(model_kind(name).tools).start_markers]
     lengths = [*range(min(len(answer.ids), 30)), *range(30, len(answer.ids), 25)]
     for length, stream in itertools.product(lengths, (False, True)):
         message = answer.read(length, stream=stream)
@@ -224,7 +224,7 @@ def test_behind_reasoning_a_form_keeps_its_first_characters(name: str, form: str
 
 @pytest.mark.parametrize("name", THINKING)
 def test_a_budget_of_reasoning_holds(name: str):
-    opening, close = kind(name).tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    opening, close = model_kind(name).tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     for budget in (0, 1, 5):
         body = request(thinking_token_budget=budget, chat_template_kwargs={"thinking": True})
         lengths = set()
@@ -277,11 +277,11 @@ def test_budgets_that_are_refused(budget: int):
 @pytest.mark.parametrize("name", ["qwen3", "llama2", "deepseek_v3"])
 def test_names_of_tokens_are_written_by_a_model(name: str):
     """Runs a whole engine whose model has random weights."""
-    added = [str(token) for token in kind(name).tokenizer.added_tokens_decoder.values()]
+    added = [str(token) for token in model_kind(name).tokenizer.added_tokens_decoder.values()]
     texts = ["".join(f"{text}," for text in added), "<think>a</think>"]
     forms = [StructuredOutputs(choice=[texts[0]]), StructuredOutputs(choice=texts)]
     params = [SamplingParams(structured_outputs=form, max_tokens=2000) for form in forms]
-    with LLM(str(kind(name).folder()), **{"model.dtype": "float32"}) as llm:
+    with LLM(str(model_kind(name).folder()), **{"model.dtype": "float32"}) as llm:
         answers = llm.generate(["a", "a"], params)
     assert answers[0].outputs[0].text == texts[0]
     assert answers[1].outputs[0].text in texts

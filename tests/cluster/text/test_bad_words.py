@@ -10,7 +10,7 @@ import pytest
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.tokens import bad_words as words
 from tests.cluster.text.tokenizers_for_tests import EXACT, WINDOWED, chat_tokenizer
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 FAMILIES = {**EXACT, **WINDOWED}
 bad_words_token_ids = partial(words.bad_words_token_ids, vocab_size=10**9)
@@ -57,7 +57,7 @@ def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
 @pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n", "(", "x="])
 def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
     """This holds for tokenizers with and without a prefix space."""
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     for word in ("the", "Paris"):
         sequences = bad_words_token_ids(tokenizer, [word])
         ids = tokenizer.encode(before + word, add_special_tokens=False)
@@ -138,7 +138,7 @@ def test_an_invalid_word_is_refused_by_its_index(word: str, error: str) -> None:
 
 
 def test_more_tokens_than_an_engine_takes_are_refused() -> None:
-    tokenizer = kind("llama2").tokenizer
+    tokenizer = model_kind("llama2").tokenizer
     assert len(bad_words_token_ids(tokenizer, ["😃" * 16_000])) == 1
     with pytest.raises(BadRequest, match=r"bad_words have \d+ tokens.*65536") as refusal:
         bad_words_token_ids(tokenizer, ["😃" * 16_000, "sky" + "😃" * 1000])

@@ -16,7 +16,7 @@ import pytest
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.text.params.sampling_params import StructuredOutputs
 from tests.cluster.fake_cluster import FakeCluster, Stream
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ class ScriptedServer:
     def __init__(self, cluster: FakeCluster, engine: Any, name: str) -> None:
         self.cluster = cluster
         self._engine = engine
-        self.tokenizer = kind(name).tokenizer
+        self.tokenizer = model_kind(name).tokenizer
         added = self.tokenizer.added_tokens_decoder
         self.special = {token_id for token_id, token in added.items() if token.special}
 
@@ -84,7 +84,7 @@ class ScriptedServer:
 
 @contextlib.asynccontextmanager
 async def running_server(name: str) -> AsyncIterator[ScriptedServer]:
-    one = kind(name)
+    one = model_kind(name)
     async with FakeCluster(one.folder(), vocab_size=one.vocab_size).serving() as cluster:
         yield ScriptedServer(cluster, await cluster.join(0), name)
 
@@ -319,7 +319,7 @@ def test_an_answer_under_a_grammar_has_its_form_to_the_letter(name: str) -> None
         2: {" yes", " no"},
         3: {"yes", "no"},
     }
-    with LLM(str(kind(name).folder()), **{"model.max_model_len": 512}) as llm:
+    with LLM(str(model_kind(name).folder()), **{"model.max_model_len": 512}) as llm:
         params = [
             SamplingParams(structured_outputs=form, max_tokens=60, temperature=1.0, seed=seed)
             for form in FORMS
@@ -338,7 +338,7 @@ def test_an_answer_under_a_grammar_has_its_form_to_the_letter(name: str) -> None
 
 @pytest.mark.parametrize("name", ["llama2", "llama3"])
 def test_offline_a_completion_continues_and_a_chat_begins(name: str) -> None:
-    one = kind(name)
+    one = model_kind(name)
     tokenizer = one.tokenizer
     with LLM(str(one.folder()), **{"model.max_model_len": 512}) as llm:
         params = SamplingParams(max_tokens=12, temperature=1.0, seed=5)

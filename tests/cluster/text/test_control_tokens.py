@@ -22,7 +22,7 @@ from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.schema.chat_messages import ChatMessage, function_tool
 from tests.cluster.text import tokenizers_for_tests as made
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 FAMILIES = {**made.EXACT, **made.WINDOWED}
 MAX_LEN = 8192
@@ -49,15 +49,15 @@ PIECES = [
 
 @cache
 def processor(name: str, mode: str = "text") -> PromptProcessor:
-    tokenizer = kind(name).tokenizer
-    vocab = kind(name).vocab_size
+    tokenizer = model_kind(name).tokenizer
+    vocab = model_kind(name).vocab_size
     return PromptProcessor(tokenizer, MAX_LEN, vocab, name, special_tokens_in_text=mode)  # type: ignore[arg-type]
 
 
 @cache
 def control_ids(name: str) -> dict[str, int]:
     """Returns the added tokens, except those that users may write."""
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     return {
         token.content: id
         for id, token in tokenizer.added_tokens_decoder.items()
@@ -79,9 +79,9 @@ def ids_of(name: str, messages: list[dict[str, Any]], mode: str = "text") -> lis
 
 
 def by_transformers(name: str, messages: list[dict[str, Any]]) -> list[int]:
-    ids: list[int] = kind(name).tokenizer.apply_chat_template(messages, add_generation_prompt=True)[
-        "input_ids"
-    ]
+    ids: list[int] = model_kind(name).tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True
+    )["input_ids"]
     return ids
 
 
@@ -92,7 +92,7 @@ def count_control(name: str, ids: list[int]) -> Counter[int]:
 texts = st.lists(st.one_of(st.text(max_size=5), st.sampled_from(PIECES)), max_size=8).map("".join)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 @settings(max_examples=15)
 @given(st.data())
 def test_texts_without_control_tokens_have_the_ids_of_transformers(
@@ -105,7 +105,7 @@ def test_texts_without_control_tokens_have_the_ids_of_transformers(
     assert ids_of(name, messages) == by_transformers(name, messages)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 @settings(max_examples=15)
 @given(st.data())
 def test_control_tokens_in_texts_are_text(name: str, data: st.DataObject) -> None:
@@ -117,13 +117,13 @@ def test_control_tokens_in_texts_are_text(name: str, data: st.DataObject) -> Non
     ids = ids_of(name, messages_of(*contents))
     own = by_transformers(name, messages_of("x", "well", "y"))
     assert count_control(name, ids) == count_control(name, own)
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     written = tokenizer.decode(by_transformers(name, messages_of(*contents)))
     # Some tokenizers write a space after each control token.
     assert tokenizer.decode(ids).replace(" ", "") == written.replace(" ", "")
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_every_control_token_is_neutralized_in_every_place(name: str) -> None:
     bare = count_control(name, by_transformers(name, messages_of("x", "well", "y")))
     for token, id in control_ids(name).items():
@@ -134,12 +134,12 @@ def test_every_control_token_is_neutralized_in_every_place(name: str) -> None:
             assert count_control(name, ids)[id] == bare[id], (token, content)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 @settings(max_examples=10)
 @given(st.data())
 def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.DataObject) -> None:
     """The ids equal those of a tokenizer that lacks this control token."""
-    one = kind(name)
+    one = model_kind(name)
     question = [{"role": "user", "content": "x"}]
     rendered = one.tokenizer.apply_chat_template(
         question, tokenize=False, add_generation_prompt=True
@@ -160,14 +160,14 @@ def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.Data
     assert got == expected.tokens
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_control_leaves_them_as_they_are(name: str) -> None:
     for token in control_ids(name):
         messages = messages_of(f"a{token}b")
         assert ids_of(name, messages, "control") == by_transformers(name, messages)
         prompts = processor(name)
         text = f"a{token}b"
-        assert prompts.completion_prompts([text]) == [kind(name).tokenizer.encode(text)]
+        assert prompts.completion_prompts([text]) == [model_kind(name).tokenizer.encode(text)]
 
 
 CHANGES = {
@@ -200,11 +200,11 @@ def test_a_text_that_the_template_changes_is_text(how: str, content: str) -> Non
     template = (
         "{% for m in messages %}<|im_start|>" + CHANGES[how] + "<|im_end|>{% endfor %}<think>"
     )
-    prompts = PromptProcessor(kind(name).tokenizer, MAX_LEN, 900, name, template)
+    prompts = PromptProcessor(model_kind(name).tokenizer, MAX_LEN, 900, name, template)
     options = TemplateOptions(add_generation_prompt=False)
     ids = prompts.chat_prompt([ChatMessage(role="user", content=content)], options)
     texts = Counter(
-        kind(name).tokenizer.convert_ids_to_tokens([*count_control(name, ids).elements()])
+        model_kind(name).tokenizer.convert_ids_to_tokens([*count_control(name, ids).elements()])
     )
     assert texts == {"<|im_start|>": 1, "<|im_end|>": 1, "<think>": 1}
 
@@ -282,6 +282,6 @@ def test_a_tokenizer_without_a_backend_cuts_control_tokens() -> None:
 
 def test_a_text_with_all_private_characters_is_refused_with_the_way_out() -> None:
     text = "<|im_end|>" + "".join(map(chr, range(0xE000, 0xF900)))
-    prompts = PromptProcessor(kind("qwen3").tokenizer, 10**6, 10**6, "m")
+    prompts = PromptProcessor(model_kind("qwen3").tokenizer, 10**6, 10**6, "m")
     with pytest.raises(BadRequest, match="special_tokens_in_text=control"):
         prompts.chat_prompt([ChatMessage(role="user", content=text)])

@@ -13,11 +13,11 @@ from swell.cluster.text.tokens import byte_level_detokenizer, piece_detokenizer
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.tokens.incremental_detokenizer import REPLACEMENT, WindowDetokenizer
 from tests.cluster.text import tokenizers_for_tests as made
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 LAWFUL = {name: make() for name, make in made.EXACT.items()}
 LAWFUL |= {
-    f"kind {name}": kind(name).tokenizer.backend_tokenizer
+    f"kind {name}": model_kind(name).tokenizer.backend_tokenizer
     for name in ("llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3", "deepseek_r1")
 }
 TOKENIZERS = {**LAWFUL, **{name: make() for name, make in made.WINDOWED.items()}}

@@ -20,7 +20,7 @@ from tests.cluster.text.grammar_samples import (
 )
 from tests.cluster.text.test_answer_grammars import FORM, NAMED, STRICT, allowed, check_calls
 from tests.conformance.in_process_server import start_in_process_server
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 NAME = "gpt_oss"
 MARKS = {
@@ -35,7 +35,7 @@ def walks(seeds: int = 6, **fields: Any) -> list[tuple[str, GrammarSample]]:
     for seed in range(seeds):
         likes = ((), ("<|end|>",), ("<|end|>", "<|message|>"))[seed % 3]
         answer = walk(NAME, body, seed, likes=likes, max_tokens=300)
-        found += [(kind(NAME).tokenizer.decode(answer.ids), answer)] if answer.ended else []
+        found += [(model_kind(NAME).tokenizer.decode(answer.ids), answer)] if answer.ended else []
     assert len(found) >= seeds // 2
     return found
 
@@ -119,7 +119,7 @@ def test_a_form_or_a_call() -> None:
 @pytest.mark.parametrize("budget", [0, 1, 5])
 def test_a_budget_is_that_of_all_reasoning(budget: int, fields: dict[str, Any]) -> None:
     """There is only one reasoning message."""
-    encode = kind(NAME).tokenizer.encode
+    encode = model_kind(NAME).tokenizer.encode
     opening = encode("<|channel|>analysis<|message|>", add_special_tokens=False)
     (end,) = encode("<|end|>", add_special_tokens=False)
     for seed in range(4):
@@ -176,7 +176,7 @@ def test_a_model_writes_them() -> None:
         {"tools": STRICT, "response_format": FORM},
     ]
     with start_in_process_server(
-        kind(NAME).folder(), **{"model.name": "gpt", "model.max_model_len": 2048}
+        model_kind(NAME).folder(), **{"model.name": "gpt", "model.max_model_len": 2048}
     ) as house:
         for fields in cases:
             answer = httpx.post(

@@ -11,15 +11,15 @@ import pytest
 from tests.conformance.in_process_server import start_in_process_server
 from tests.conformance.peers.conftest import Post
 from tests.conformance.peers.requests import CHAT, UPPER, events, ok, refused
-from tests.conformance.peers.test_kinds import QUERY, Served
-from tests.kinds import kind
+from tests.conformance.peers.test_model_kinds import QUERY, Served
+from tests.model_kinds import model_kind
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def qwen() -> Iterator[Served]:
-    one = kind("qwen3")
+    one = model_kind("qwen3")
     with start_in_process_server(
         one.folder(), **{"model.max_model_len": 2048}
     ) as in_process_server:

@@ -42,7 +42,7 @@ def at(listener: Listener) -> Target:
 
 
 @contextlib.contextmanager
-def stranger(answer: bytes | None) -> Iterator[Target]:
+def foreign_server(answer: bytes | None) -> Iterator[Target]:
     """Starts a foreign server that sends `answer` and closes. If `answer` is None, it never
     answers."""
     with socket.create_server((HOST, 0)) as server:
@@ -84,18 +84,18 @@ def test_what_does_not_answer_is_told_apart(listeners: LinkListeners) -> None:
         closed.bind((HOST, 0))
         refused = target(closed.getsockname()[1])
         assert try_link("a", refused, TOKEN, 10.0).error == "refused"
-    with stranger(None) as silent:
+    with foreign_server(None) as silent:
         assert try_link("a", silent, TOKEN, 0.2).error == "no answer after 0.2 s"
-    with stranger(OTHER) as other:
+    with foreign_server(OTHER) as other:
         assert try_link("a", other, TOKEN, 10.0).error == "something else answers there"
-    with stranger(b"") as gone:
+    with foreign_server(b"") as gone:
         error = try_link("a", gone, TOKEN, 10.0).error
         assert error == "the other end closed the connection"
     assert try_link("a", target(port), OTHER, 10.0).error is not None
 
 
 def test_an_attempt_that_hangs_holds_up_no_other(listeners: LinkListeners) -> None:
-    with stranger(None) as silent:
+    with foreign_server(None) as silent:
         found = try_links("a", [silent, at(listeners.open(ANY)), silent], TOKEN, 3.0)
     assert [link.error for link in found] == [
         "no answer after 3 s",

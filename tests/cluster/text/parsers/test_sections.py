@@ -17,7 +17,7 @@ from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import Tool, collect
 from swell.cluster.text.parsers.detection import detect_tools
 from tests.cluster.text.parsers.sample_outputs import dumped, elements, read
-from tests.kinds import kind
+from tests.model_kinds import model_kind
 
 STRINGS = {
     key: {"type": "string"} for key in ("city", "state", "unit", "date", "shape", "location")
@@ -284,7 +284,7 @@ _ENDS = ("<|im_end|>\n", "<|im_end|>", "<｜end▁of▁sentence｜>")
 
 @pytest.mark.parametrize("name", _BEGINS)
 def test_a_template_of_a_kind_is_known(name: str) -> None:
-    assert detect_tools(kind(name).template) == kind(name).tools
+    assert detect_tools(model_kind(name).template) == model_kind(name).tools
 
 
 @pytest.mark.parametrize("name", _BEGINS)
@@ -301,14 +301,14 @@ def test_calls_that_a_template_renders_are_parsed(
     ]
     said = {"role": "assistant", "content": content, "tool_calls": calls}
     user = {"role": "user", "content": "hi"}
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     text = tokenizer.apply_chat_template([user, said], tokenize=False)
     before = tokenizer.apply_chat_template([user], tokenize=False)
     assert text.startswith(before + _BEGINS[name])
     answer = text[len(before + _BEGINS[name]) :]
     for end in _ENDS:
         answer = answer.removesuffix(end)
-    reader = make_parser(kind(name).tools, None, iter(ids).__next__, TOOLS)
+    reader = make_parser(model_kind(name).tools, None, iter(ids).__next__, TOOLS)
     message = collect([*reader.push(answer), *reader.flush()])
     assert (message.content or "").strip() == content
     assert [call.id for call in message.tool_calls] == ids

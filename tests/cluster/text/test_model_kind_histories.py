@@ -13,10 +13,10 @@ from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOption
 from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.cluster.text.schema.decode import decode
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 USER = {"role": "user", "content": "hi"}
-CALLING = [name for name in KINDS if kind(name).tools is not None]
+CALLING = [name for name in MODEL_KINDS if model_kind(name).tools is not None]
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -24,7 +24,7 @@ def written(name: str, *messages: Any) -> str:
     body = {"messages": [USER, *messages], "tools": [TOOL]}
     request = decode(json.dumps(body).encode(), ChatCompletionRequest)
     options = TemplateOptions(tools=request.tools or (), add_generation_prompt=False)
-    return ChatTemplate(kind(name).tokenizer, name).render(request.messages, options)
+    return ChatTemplate(model_kind(name).tokenizer, name).render(request.messages, options)
 
 
 def called(arguments: str) -> list[dict[str, Any]]:
@@ -56,7 +56,7 @@ def test_the_older_form_of_a_call_is_written_as_the_newer(name: str) -> None:
     assert text.replace("call00001", "call12345") == written(name, *called(""))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
     """A message with a custom role is never silently dropped."""
     refused = None
@@ -68,9 +68,9 @@ def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
     assert ("far too long" in text) != (refused in ("messages", "messages[1].role"))
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_special_tokens_are_added_and_prompts_are_cut(name: str) -> None:
-    tokenizer = kind(name).tokenizer
+    tokenizer = model_kind(name).tokenizer
     prompts = PromptProcessor(tokenizer, 64, len(tokenizer), name)
     text = "the quick brown fox jumps over the lazy dog. " * 9
     whole = tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -1,7 +1,7 @@
 """Tokenizers of every common kind, each with its chat template and a tiny random model.
 
-`python -m tests.kinds FOLDER` writes them as model folders. The templates follow the published
-rules of their models.
+`python -m tests.model_kinds FOLDER` writes them as model folders. The templates follow the
+published rules of their models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from tests.kinds import tokenizers
+from tests.model_kinds import tokenizers
 
 TEMPLATES = Path(__file__).parent / "templates"
 SHAPE = {
@@ -110,7 +110,7 @@ HARMONY = [
 ]
 
 
-class Kind:
+class ModelKind:
     """One kind of tokenizer with its template and formats."""
 
     def __init__(
@@ -187,8 +187,8 @@ class Kind:
 
 
 _ALL = [
-    Kind("llama2", lambda: tokenizers.sentencepiece(legacy=True), bos="<s>", eos="</s>"),
-    Kind(
+    ModelKind("llama2", lambda: tokenizers.sentencepiece(legacy=True), bos="<s>", eos="</s>"),
+    ModelKind(
         "llama3",
         lambda: tokenizers.byte_level(LLAMA3, bos="<|begin_of_text|>"),
         bos="<|begin_of_text|>",
@@ -196,7 +196,7 @@ _ALL = [
         ends=("<|end_of_text|>", "<|eom_id|>"),
         tools="llama3",
     ),
-    Kind(
+    ModelKind(
         "qwen3",
         lambda: tokenizers.byte_level(QWEN, [*QWEN_PLAIN, *THINK]),
         eos="<|im_end|>",
@@ -204,28 +204,28 @@ _ALL = [
         tools="hermes",
         reasoning="think",
     ),
-    Kind(
+    ModelKind(
         "qwen3_coder",
         lambda: tokenizers.byte_level(QWEN, QWEN_PLAIN),
         eos="<|im_end|>",
         ends=("<|endoftext|>",),
         tools="qwen3_coder",
     ),
-    Kind(
+    ModelKind(
         "mistral_v3",
         lambda: tokenizers.sentencepiece(MISTRAL, legacy=False),
         bos="<s>",
         eos="</s>",
         tools="mistral",
     ),
-    Kind(
+    ModelKind(
         "mistral_v7",
         lambda: tokenizers.byte_level(TEKKEN, bos="<s>"),
         bos="<s>",
         eos="</s>",
         tools="mistral",
     ),
-    Kind(
+    ModelKind(
         "mistral_v13",
         lambda: tokenizers.byte_level(
             [*TEKKEN, "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]"], bos="<s>"
@@ -235,22 +235,22 @@ _ALL = [
         tools="mistral",
         reasoning="mistral",
     ),
-    Kind("gemma", tokenizers.gemma, bos="<bos>", eos="<eos>", ends=("<end_of_turn>",)),
-    Kind(
+    ModelKind("gemma", tokenizers.gemma, bos="<bos>", eos="<eos>", ends=("<end_of_turn>",)),
+    ModelKind(
         "phi3",
         lambda: tokenizers.sentencepiece(PHI3, legacy=True),
         bos="<s>",
         eos="<|endoftext|>",
         ends=("<|end|>",),
     ),
-    Kind(
+    ModelKind(
         "phi4",
         lambda: tokenizers.byte_level(PHI4, PHI4_PLAIN),
         eos="<|endoftext|>",
         ends=("<|end|>",),
         tools="phi4",
     ),
-    Kind(
+    ModelKind(
         "deepseek_r1",
         lambda: tokenizers.byte_level(DEEPSEEK, [*DEEPSEEK_PLAIN, *THINK], bos=DEEPSEEK[0]),
         bos=DEEPSEEK[0],
@@ -258,7 +258,7 @@ _ALL = [
         tools="deepseek_v3",
         reasoning="think-open",
     ),
-    Kind(
+    ModelKind(
         "deepseek_v3",
         lambda: tokenizers.byte_level(DEEPSEEK, [*DEEPSEEK_PLAIN, *THINK], bos=DEEPSEEK[0]),
         bos=DEEPSEEK[0],
@@ -266,7 +266,7 @@ _ALL = [
         tools="deepseek_v31",
         reasoning="think",
     ),
-    Kind(
+    ModelKind(
         "glm4",
         lambda: tokenizers.byte_level(GLM, [*GLM_PLAIN, *THINK]),
         eos="<|endoftext|>",
@@ -274,7 +274,7 @@ _ALL = [
         tools="glm",
         reasoning="think",
     ),
-    Kind(
+    ModelKind(
         "kimi_k2",
         lambda: tokenizers.byte_level(KIMI, KIMI_PLAIN),
         bos="[BOS]",
@@ -282,7 +282,7 @@ _ALL = [
         ends=("<|im_end|>",),
         tools="kimi_k2",
     ),
-    Kind(
+    ModelKind(
         "gpt_oss",
         lambda: tokenizers.byte_level(HARMONY),
         bos="<|startoftext|>",
@@ -293,16 +293,16 @@ _ALL = [
     ),
 ]
 _BY_NAME = {one.name: one for one in _ALL}
-KINDS = tuple(_BY_NAME)
+MODEL_KINDS = tuple(_BY_NAME)
 
 
-def kind(name: str) -> Kind:
+def model_kind(name: str) -> ModelKind:
     return _BY_NAME[name]
 
 
 @cache
 def _root() -> Path:
-    root = Path(tempfile.mkdtemp(prefix="swell-kinds-"))
+    root = Path(tempfile.mkdtemp(prefix="swell-model-kinds-"))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root
 
@@ -310,5 +310,5 @@ def _root() -> Path:
 @cache
 def _folder(name: str) -> Path:
     folder = _root() / name
-    kind(name).write(folder)
+    model_kind(name).write(folder)
     return folder

@@ -24,12 +24,12 @@ from tests.conformance.peers.requests import (
     ok,
 )
 from tests.conformance.peers.test_tools import calls_of
-from tests.kinds import KINDS, Kind, kind
+from tests.model_kinds import MODEL_KINDS, ModelKind, model_kind
 
 pytestmark = pytest.mark.slow
 
 SHORT = ("llama2", "qwen3", "mistral_v7")
-CHOSEN = KINDS if "SWELL_CONFORMANCE" in os.environ else SHORT
+CHOSEN = MODEL_KINDS if "SWELL_CONFORMANCE" in os.environ else SHORT
 LITERALS = ["<think>x</think>", "<tool_call>", "[TOOL_CALLS]", "plain"]
 QUERY = [{"role": "user", "content": "The weather?"}]
 REASONING_ENDS = {
@@ -44,7 +44,7 @@ STREAMED = pytest.mark.parametrize("stream", [False, True], ids=["whole", "strea
 class Served:
     """A server of one kind of tokenizer."""
 
-    def __init__(self, in_process_server: InProcessServer, kind: Kind) -> None:
+    def __init__(self, in_process_server: InProcessServer, kind: ModelKind) -> None:
         self.in_process_server = in_process_server
         self.kind = kind
 
@@ -80,7 +80,7 @@ class Served:
 
 @pytest.fixture(scope="module", params=CHOSEN)
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    one = kind(request.param)
+    one = model_kind(request.param)
     with start_in_process_server(
         one.folder(), **{"model.max_model_len": 4096}
     ) as in_process_server:

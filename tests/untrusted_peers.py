@@ -1,4 +1,4 @@
-"""Messages of a stranger who reaches a socket of a cluster but has none of its secrets.
+"""Messages of an untrusted peer that reaches a socket of a cluster but has none of its secrets.
 
 `listening` finds the sockets on which processes listen. `visit` connects to one and sends a knock.
 A `Recorder` captures what others send over the loopback interface, so that it can be replayed.
@@ -45,11 +45,11 @@ class Door:
     def connect(self, limit_s: int = _CONNECT_S) -> socket.socket:
         """Connects to the socket. Raises OSError if there is no answer within `limit_s`."""
         if self.family == "unix":
-            stranger = socket.socket(socket.AF_UNIX)
+            untrusted_peer = socket.socket(socket.AF_UNIX)
             limit = struct.pack("ll", limit_s, 0)  # a nonblocking connect would fail if others wait
-            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            stranger.connect(self.address.replace("@", "\0", 1))
-            return stranger
+            untrusted_peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            untrusted_peer.connect(self.address.replace("@", "\0", 1))
+            return untrusted_peer
         here = {"0.0.0.0": "127.0.0.1", "::": "127.0.0.1"}.get(self.address, self.address)
         return socket.create_connection((here, self.port), limit_s)
 
@@ -123,10 +123,10 @@ def visit(door: Door, knock: bytes) -> bytes:
     """Connects, sends, and reads what arrives within a moment. Returns empty bytes if nothing
     answers."""
     answer = b""
-    with contextlib.suppress(OSError), door.connect() as stranger:
-        stranger.settimeout(_ANSWER_S)
-        stranger.sendall(knock)
-        while (more := stranger.recv(65536)) and len(answer) < 1 << 20:
+    with contextlib.suppress(OSError), door.connect() as untrusted_peer:
+        untrusted_peer.settimeout(_ANSWER_S)
+        untrusted_peer.sendall(knock)
+        while (more := untrusted_peer.recv(65536)) and len(answer) < 1 << 20:
             answer += more
     return answer
 
@@ -137,14 +137,14 @@ def knock_with_keys(door: Door, public: bytes, secret: bytes, server: bytes, fra
     where = (
         f"ipc://{door.address}" if door.family == "unix" else f"tcp://{door.address}:{door.port}"
     )
-    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
-        stranger.linger = 0
-        stranger.curve_serverkey = server
-        stranger.curve_publickey, stranger.curve_secretkey = public, secret
-        stranger.connect(where)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as untrusted_peer:
+        untrusted_peer.linger = 0
+        untrusted_peer.curve_serverkey = server
+        untrusted_peer.curve_publickey, untrusted_peer.curve_secretkey = public, secret
+        untrusted_peer.connect(where)
         with contextlib.suppress(zmq.Again):  # refused so soon that the connection is gone
-            stranger.send(frame, zmq.NOBLOCK)
-        return bool(stranger.poll(_ANSWER_S * 1000))
+            untrusted_peer.send(frame, zmq.NOBLOCK)
+        return bool(untrusted_peer.poll(_ANSWER_S * 1000))
 
 
 # -------------------------------------------------------------------------------- recorded traffic

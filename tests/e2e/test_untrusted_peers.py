@@ -1,6 +1,7 @@
-"""A running cluster and a stranger without its secrets, in its network or with another account of
-its host. Every listening socket is in the table of `docs/operate/security.md` and has the
-protection of its row, and data that a stranger sends to Swell's sockets changes nothing."""
+"""A running cluster and an untrusted peer without its secrets, in its network or with another
+account of its host. Every listening socket is in the table of `docs/operate/security.md` and has
+the protection of its row, and data that an untrusted peer sends to Swell's sockets changes
+nothing."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ from tests.e2e.protections import (
 )
 from tests.faults.process import HTTP, title
 from tests.marked_page import END, marker
-from tests.strangers import Door, Recorder, knock_with_keys, knocks, listening, visit
 from tests.untrusted_account import UntrustedAccount
+from tests.untrusted_peers import Door, Recorder, knock_with_keys, knocks, listening, visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -152,7 +153,7 @@ def wait_until_whole(cluster: Cluster, engines: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def insider(cluster: Cluster) -> dict[str, Any]:
+def internal_access(cluster: Cluster) -> dict[str, Any]:
     """The keys and addresses of the cluster, read with Ray's token."""
     (gcs,) = listening(cluster.named("gcs_server")).values()
     address = f"127.0.0.1:{next(door.port for door in gcs)}"
@@ -169,7 +170,7 @@ def insider(cluster: Cluster) -> dict[str, Any]:
 
 def run_with_token(address: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.e2e.insider", address],
+        [sys.executable, "-m", "tests.e2e.internal_access", address],
         env={**os.environ, "RAY_AUTH_MODE": "token", **environment},
         cwd=ROOT,
         capture_output=True,
@@ -179,12 +180,12 @@ def run_with_token(address: str, environment: dict[str, str]) -> subprocess.Comp
 
 
 @pytest.fixture(scope="module")
-def site(cluster: LockedCluster, insider: dict[str, Any]) -> Iterator[Site]:
+def site(cluster: LockedCluster, internal_access: dict[str, Any]) -> Iterator[Site]:
     """The cluster and another account of its host; needs root."""
     if os.geteuid() != 0:
         pytest.skip("only root becomes another account of this host")
     token = (os.environ.get("RAY_AUTH_TOKEN") or token_path().read_text()).strip()
-    keys = insider["keys"]
+    keys = internal_access["keys"]
     found = (token, *cluster.keys, *(key.decode() for key in (keys.public, keys.secret)))
     with UntrustedAccount() as account:
         yield Site(
@@ -317,7 +318,7 @@ def test_processes_and_their_files_are_closed_to_another_account(cluster, site) 
 
 @dataclass(frozen=True)
 class State:
-    """The state that strangers must not change."""
+    """The state that untrusted peers must not change."""
 
     cluster: Any
     memory: dict[int, int]
@@ -371,8 +372,8 @@ def at_rest(cluster: Cluster) -> State:
 
 
 def assert_unchanged(before: State, cluster: Cluster) -> None:
-    """Asserts that nothing has changed. An idle cluster makes no steps, so a request of a stranger
-    would be visible. Connections of strangers are closed after the handshake timeout."""
+    """Asserts that nothing has changed. An idle cluster makes no steps, so a request of an
+    untrusted peer would be visible. Its connections are closed after the handshake timeout."""
     cluster.wait_idle()
     deadline = time.monotonic() + CHANGE_S
     while True:
@@ -429,11 +430,11 @@ def test_noise_changes_nothing(cluster) -> None:
         thread.join()
 
 
-def test_keys_of_another_cluster_open_nothing(cluster, insider) -> None:
+def test_keys_of_another_cluster_open_nothing(cluster, internal_access) -> None:
     """Tries keys of another cluster, and own keys together with the public key of this cluster."""
     before = at_rest(cluster)
-    frame = msgspec.msgpack.encode(request("stranger"))
-    other, keys = make_keys(), insider["keys"]
+    frame = msgspec.msgpack.encode(request("untrusted"))
+    other, keys = make_keys(), internal_access["keys"]
     doors = [door for row, door in ours(cluster) if row.protocol == "ZMTP"]
     assert len(doors) == 14, doors
     for door in doors:
@@ -446,14 +447,14 @@ def request(id: str) -> EngineCoreRequest:
     return EngineCoreRequest(id, [5, 6, 7], SamplerParams(temperature=0), max_tokens=4)
 
 
-def test_recorded_frames_open_nothing(cluster, insider, recorder) -> None:
+def test_recorded_frames_open_nothing(cluster, internal_access, recorder) -> None:
     """Replays data of a peer whose request was served, of clients of the store, and of gloo."""
     if recorder is None:
         pytest.skip("this process may not open packet sockets")
-    engine = msgspec.structs.replace(insider["engines"][0], machine="another")
-    outlet: Outlet[EngineCoreOutputs] = Outlet(engine, EngineCoreOutputs, insider["keys"])
+    engine = msgspec.structs.replace(internal_access["engines"][0], machine="another")
+    outlet: Outlet[EngineCoreOutputs] = Outlet(engine, EngineCoreOutputs, internal_access["keys"])
     steps = sum(engine["steps"] for engine in cluster.get("/admin/cluster").json()["engines"])
-    outlet.send(request("insider"))
+    outlet.send(request("internal_access"))
     assert outlet.receive(60.0) is not None, "the request of a peer with the keys is not served"
     outlet.close()
     cluster.wait_idle()
@@ -487,8 +488,8 @@ def wait_for_steps(cluster: Cluster, more_than: int) -> None:
         time.sleep(3)
 
 
-def test_ray_demands_its_token(insider) -> None:
-    done = run_with_token(insider["gcs"], {"RAY_AUTH_TOKEN": "0" * 64})
+def test_ray_demands_its_token(internal_access) -> None:
+    done = run_with_token(internal_access["gcs"], {"RAY_AUTH_TOKEN": "0" * 64})
     assert done.returncode != 0
     assert "uthentic" in done.stderr
     token = token_path()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 pytestmark = pytest.mark.slow
 
@@ -39,9 +39,9 @@ AFTER_CALL: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_a_folder_is_read_as_any_models(name: str) -> None:
-    one = kind(name)
+    one = model_kind(name)
     read = load_tokenizer(str(one.folder()))
     ids = read.encode(TEXT)
     assert read.decode(ids, skip_special_tokens=True) == TEXT
@@ -71,7 +71,7 @@ import torch
 def test_a_tokenizer_needs_no_torch() -> None:
     """A tokenizer needs no torch: an ingress, which does not import torch, reads every kind like a
     process that does."""
-    folders = [str(kind(name).folder()) for name in KINDS]
+    folders = [str(model_kind(name).folder()) for name in MODEL_KINDS]
     done = subprocess.run(
         [sys.executable, "-c", READ_WITHOUT_TORCH],
         input=json.dumps([folders, TEXT, QUESTION]),
@@ -86,9 +86,9 @@ def test_a_tokenizer_needs_no_torch() -> None:
         assert json.loads(line) == [read.encode(TEXT), prompt, read.eos_token_id]
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if kind(name).tools])
+@pytest.mark.parametrize("name", [name for name in MODEL_KINDS if model_kind(name).tools])
 def test_a_template_shows_tools_and_calls(name: str) -> None:
-    shown = kind(name).tokenizer.apply_chat_template(
+    shown = model_kind(name).tokenizer.apply_chat_template(
         AFTER_CALL, tools=TOOLS, tokenize=False, add_generation_prompt=True
     )
     before, _, behind = shown.partition("How is the sky?")

@@ -11,7 +11,7 @@ import pytest
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import Message, Tool, collect
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
-from tests.kinds import KINDS, kind
+from tests.model_kinds import MODEL_KINDS, model_kind
 
 QUESTION = {"role": "user", "content": "How is the sky?"}
 SCHEMA = {
@@ -45,7 +45,9 @@ def calls(names: list[str], arguments: list[dict[str, Any]]) -> dict[str, Any]:
 def rendered(name: str, messages: list[dict[str, Any]], **variables: Any) -> str:
     """Renders without tools, which some templates show only with the last question."""
     variables = {"add_generation_prompt": False, **variables}
-    text: str = kind(name).tokenizer.apply_chat_template(messages, tokenize=False, **variables)
+    text: str = model_kind(name).tokenizer.apply_chat_template(
+        messages, tokenize=False, **variables
+    )
     return text
 
 
@@ -61,26 +63,26 @@ def turn(name: str, message: dict[str, Any]) -> tuple[str, str]:
 
 
 def read(name: str, prompt: str, answer: str) -> Message:
-    one = kind(name)
+    one = model_kind(name)
     for end in sorted(map(one.tokenizer.decode, one.end_ids), key=len):
         answer = answer.strip("\n").removesuffix(end)
     parser = make_parser(one.tools, one.reasoning, request_tools=SHOWN, prompt=prompt)
     return collect([*parser.push(answer), *parser.flush()])
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", MODEL_KINDS)
 def test_the_formats_of_a_kind_are_guessed(name: str) -> None:
-    one = kind(name)
+    one = model_kind(name)
     assert detect_tools(one.template) == one.tools
     assert detect_reasoning(one.template) == one.reasoning
 
 
 def test_most_kinds_have_tools() -> None:
-    assert sum(kind(name).tools is not None for name in KINDS) >= 12
+    assert sum(model_kind(name).tools is not None for name in MODEL_KINDS) >= 12
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
-@pytest.mark.parametrize("name", [name for name in KINDS if kind(name).tools])
+@pytest.mark.parametrize("name", [name for name in MODEL_KINDS if model_kind(name).tools])
 def test_a_call_in_the_history_is_read_back(name: str, arguments: dict[str, Any]) -> None:
     message = calls(["look"], [arguments])
     if name == "kimi_k2":
@@ -96,7 +98,9 @@ _SINGLE = ("llama3", "gpt_oss")
 """Kinds whose templates write one call per message."""
 
 
-@pytest.mark.parametrize("name", [n for n in KINDS if kind(n).tools and n not in _SINGLE])
+@pytest.mark.parametrize(
+    "name", [n for n in MODEL_KINDS if model_kind(n).tools and n not in _SINGLE]
+)
 def test_two_calls_in_the_history_are_read_back(name: str) -> None:
     message = calls(["look", "listen_to"], ARGUMENTS)
     if name == "kimi_k2":
@@ -130,5 +134,5 @@ def test_reasoning_begins_as_the_template_and_its_variables_define(
 ) -> None:
     """Even if the format begins inside reasoning, the prompt may have closed it already."""
     prompt = rendered(name, [QUESTION], add_generation_prompt=True, **variables)
-    parser = make_parser(None, kind(name).reasoning, prompt=prompt)
+    parser = make_parser(None, model_kind(name).reasoning, prompt=prompt)
     assert collect([*parser.push(answer), *parser.flush()]) == message
