@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-NANO = Path(__file__).parents[1] / "configs" / "models" / "nano"
+from tests.support.paths import NANO
 
 
 def copy_of(target: Path, change: Callable[[dict[str, Any]], None] = lambda tensors: None) -> Path:

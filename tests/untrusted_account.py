@@ -19,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.paths import ROOT
 from tests.untrusted_peers import Door, knock_with_keys, visit
 
 UID = 54_321
@@ -35,7 +36,6 @@ _MAX_BYTES = 1 << 16
 _NODE = "ab" * 28
 """The id of a node. Ray's GCS and raylet end at a call of `RaySyncer` without one, before they ask
 for the token: docs/operate/security.md names that among what is not protected."""
-ROOT = Path(__file__).parents[1]
 
 
 class Refused(Exception):

@@ -24,6 +24,7 @@ from tests.device import DEVICE
 from tests.engine.conservation import cached_run, check_blocks
 from tests.engine.fake_worker import VOCAB, FakeWorker, expected, make_core, run, token_ids
 from tests.engine.test_token_exact import Engine
+from tests.support.paths import ROOT
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -267,7 +268,7 @@ def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch, steps: int) 
             self._fail("not here")
         return follows(self)
 
-    tokenizer = Path(__file__).parents[2] / "configs/models/nano/tokenizer.json"
+    tokenizer = ROOT / "configs/models/nano/tokenizer.json"
     (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
     monkeypatch.setattr(grammar.GrammarState, "matcher", matcher)
     settings = {"parallel__tensor": 2, "scheduler__steps_per_plan": steps}

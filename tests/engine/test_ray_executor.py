@@ -28,8 +28,8 @@ from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import SchedulerOutput
 from tests import adapters
 from tests.engine.fake_worker import regroup
+from tests.support.paths import NANO
 
-NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 WANTED = [
     EngineCoreRequest("a", list(range(3, 30)), SamplerParams(), 24),
     EngineCoreRequest("b", [5] * 40, SamplerParams(temperature=0.9, seed=7), 24),

@@ -39,12 +39,13 @@ from swell.worker.worker import Worker
 from tests.engine.fake_worker import expected
 from tests.engine.test_recovery import CoordinatorInbox, Harness, make_harness
 from tests.engine.test_server import SOON_S, Engine, request
+from tests.support import paths
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 PROMPTS = ["count from 3 to 9", "spell: house"]
-NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
+NANO = str(paths.NANO)
 
 
 @pytest.fixture

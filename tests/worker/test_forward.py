@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.step import forward
 from tests.kernels.load import load_backend
+from tests.support.paths import NANO
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -18,9 +18,6 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def compiled() -> None:
     load_backend("cpu", "graph")
-
-
-NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 
 
 def make(folder, family) -> None:

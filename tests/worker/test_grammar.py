@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from pathlib import Path
 
 import jsonschema
 import numpy as np
@@ -24,10 +23,10 @@ from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.structured_schemas import SCHEMAS
+from tests.support.paths import NANO
 
 pytestmark = pytest.mark.slow
 
-NANO = Path(__file__).parents[2] / "configs/models/nano"
 TOKENIZER = Tokenizer.from_file(str(NANO / "tokenizer.json"))
 VOCAB = 320
 END = 260

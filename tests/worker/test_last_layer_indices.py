@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.step import forward as graphs
+from tests.support.paths import NANO
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 
-NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
 
 

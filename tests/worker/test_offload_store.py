@@ -24,11 +24,11 @@ from swell.worker.memory.offload_store import (
 )
 from swell.worker.wire import BlockCopy
 from tests.device import on_device
+from tests.support.paths import NANO
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 
-NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 BLOCKS_11 = 181_000
 """The bytes of 11 blocks of 8 tokens of the tiny llama."""
 MEMORY = {"cache.offload_bytes": 1_000_000}

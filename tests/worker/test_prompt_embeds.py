@@ -24,11 +24,11 @@ from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.device import on_device
 from tests.embeds import prompt_of
 from tests.engine.planted_drafts import Teacher, plant
+from tests.support.paths import NANO
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
 
-NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
 FAMILIES = ["llama", "llama-tied", "mixtral", "gpt2", "gemma2", "gemma3", "opt", "cohere"]
 LENGTHS = (3, 17, 40)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

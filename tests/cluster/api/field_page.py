@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from swell.cluster.api.bodies.generation_body import STRUCTURED_OUTPUT_ALIASES
@@ -13,8 +12,9 @@ from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.text.schema.request_body import RequestBody, not_served
 from tests.cluster.api.field_lists import ROUTES, SERVERS
 from tests.cluster.api.test_request_fields import EFFECTIVE, without_effect
+from tests.support.paths import ROOT
 
-PAGE = Path(__file__).parents[3] / "docs" / "reference" / "fields.md"
+PAGE = ROOT / "docs" / "reference" / "fields.md"
 KINDS: dict[str, type[RequestBody]] = {
     "chat": ChatCompletionRequest,
     "completions": CompletionRequest,

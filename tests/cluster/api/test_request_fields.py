@@ -11,7 +11,6 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,8 +35,9 @@ from swell.cluster.text.schema.known_fields import Ecosystem
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, not_served
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.paths import ROOT
 
-DOCS = Path(__file__).parents[3] / "docs" / "reference" / "fields-without-effect.md"
+DOCS = ROOT / "docs" / "reference" / "fields-without-effect.md"
 HEADING = "## Fields"
 
 UNTYPED = [FunctionTool, FunctionChoice, AllowedToolsChoice, InputPart, *FORMS.values()]

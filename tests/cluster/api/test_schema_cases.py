@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,11 +17,11 @@ import yaml
 from swell.worker.sample.grammar import GrammarMask, GrammarState
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 from tests.model_kinds import model_kind
+from tests.support.paths import CASES, ROOT
 
 pytestmark = pytest.mark.slow
 
-CASES = Path(__file__).parents[2] / "data/cases"
-_ALERTS = Path(__file__).parents[3] / "configs/prometheus/alerts.yaml"
+_ALERTS = ROOT / "configs/prometheus/alerts.yaml"
 ALERTS = [
     rule for group in yaml.safe_load(_ALERTS.read_text())["groups"] for rule in group["rules"]
 ]

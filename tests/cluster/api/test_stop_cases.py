@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
 from tests.model_kinds import model_kind
+from tests.support.paths import CASES
 
 pytestmark = pytest.mark.slow
 
-CASES = Path(__file__).parents[2] / "data" / "cases"
 CALL = {"t": "Observation: x"}
 BEHIND_REASONING = {
     "qwen3": "f4_stop_in_reasoning.qwen3.chat",

@@ -21,8 +21,8 @@ from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES
 from swell.configs.schema import ConfigError
 from tests.cluster.text import tokenizers_for_tests as made
+from tests.support.paths import NANO
 
-NANO = Path(__file__).parents[3] / "configs" / "models" / "nano"
 USER = ChatMessage(role="user", content="hello")
 TOOL = {
     "type": "function",

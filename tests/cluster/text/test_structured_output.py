@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -24,10 +23,11 @@ from swell.cluster.text.grammar.user_grammar import MAX_GBNF_BYTES
 from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.structured_schemas import SCHEMAS
+from tests.support import paths
 
 pytestmark = pytest.mark.slow
 
-NANO = str(Path(__file__).parents[3] / "configs/models/nano")
+NANO = str(paths.NANO)
 
 
 def accepts(source: str, text: str) -> bool:
