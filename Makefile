@@ -58,11 +58,11 @@ scale: setup
 # On a machine with a GPU, with its own Python: the tests of one card, and those of whole engines that CI runs on CPU.
 # Needs torch, transformers, msgspec, pyzmq, llguidance, prometheus-client, pyyaml, rich and aiohttp, and for the tests
 # pytest, pytest-xdist, pytest-timeout and hypothesis. No Ray, no network.
-ENGINES = tests/engine/test_token_exact.py tests/engine/test_features.py tests/engine/test_logprobs.py \
-  tests/engine/test_failed_rows.py tests/engine/test_draft_model.py tests/engine/test_eagle.py tests/engine/test_mtp.py \
-  tests/engine/test_handover.py tests/engine/test_kept_blocks.py tests/engine/test_routed_experts.py \
+ENGINES = tests/engine/outputs/test_token_exact.py tests/engine/outputs/test_features.py tests/engine/outputs/test_logprobs.py \
+  tests/engine/outputs/test_failed_rows.py tests/engine/drafts/test_draft_model.py tests/engine/drafts/test_eagle.py tests/engine/drafts/test_mtp.py \
+  tests/engine/test_handover.py tests/engine/kv/test_kept_blocks.py tests/engine/outputs/test_routed_experts.py \
   tests/worker/test_lora.py tests/worker/test_lora_runtime.py tests/worker/test_pooling.py \
-  tests/worker/test_prompt_embeds.py tests/worker/test_offload_store.py tests/cluster/test_local_weights.py
+  tests/worker/step/test_prompt_embeds.py tests/worker/memory/test_offload_store.py tests/cluster/test_local_weights.py
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) tests/gpu $(ENGINES)

@@ -11,10 +11,10 @@ import pytest
 
 from swell.configs.runtime import process
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
-from tests import reaper
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.sharing import pytest_runtest_setup as pytest_runtest_setup
 from tests.sharing import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
+from tests.support import reaper
 
 prepare_for_torch()
 

@@ -16,9 +16,9 @@ import pytest
 
 CLUSTERS = (
     "tests/e2e/",
-    "tests/engine/test_ray_executor.py",
-    "tests/cluster/control/test_ray_contract.py",
-    "tests/cluster/control/test_coordinator_on_ray.py",
+    "tests/engine/executor/test_ray_executor.py",
+    "tests/cluster/control/ray/test_ray_contract.py",
+    "tests/cluster/control/ray/test_coordinator_on_ray.py",
     "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
 """Prefixes of the ids of tests that start Ray."""

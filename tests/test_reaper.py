@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import reaper
 from tests.faults.process import alive
+from tests.support import reaper
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.skipif(not reaper.is_possible(), reason="needs Linux")

@@ -11,7 +11,7 @@ import pytest
 from ray._raylet import Config as RayConfig
 
 from tests.faults import hosts
-from tests.reliability_claims import LIMITS, MECHANISMS, PROMISE
+from tests.support.reliability_claims import LIMITS, MECHANISMS, PROMISE
 from tests.test_layers import ROOT
 
 PAGE = (ROOT / "docs" / "design" / "failover.md").read_text()

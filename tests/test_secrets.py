@@ -19,7 +19,7 @@ from swell.configs.runtime.secret import (
     SecretText,
     secret_fields,
 )
-from tests.secret_texts import (
+from tests.support.secret_texts import (
     SECRET_TYPES,
     Holder,
     annotated,

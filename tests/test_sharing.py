@@ -14,7 +14,7 @@ from tests.test_layers import ROOT
 
 STARTERS = {
     "ray",
-    "tests.cluster.control.real_ray.RealRay",
+    "tests.cluster.control.ray.real_ray.RealRay",
     "tests.e2e.cluster.Cluster",
     "tests.faults.hosts.Hosts",
     "tests.faults.process.Cluster",
@@ -27,10 +27,10 @@ STARTS_NONE = {
     "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
     "tests/cluster/cli/test_launch.py": "states of Serve",
     "tests/configs/test_cluster_files.py": "schemas of Ray",
-    "tests/cluster/control/test_launch.py": "how an application ends; Ray is a table",
-    "tests/cluster/control/test_ray_cluster.py": "errors of Ray",
-    "tests/engine/test_actor.py": "Ray's answers are planted",
-    "tests/engine/test_worker_replacement.py": "errors of Ray",
+    "tests/cluster/control/ray/test_launch.py": "how an application ends; Ray is a table",
+    "tests/cluster/control/ray/test_ray_cluster.py": "errors of Ray",
+    "tests/engine/serving/test_actor.py": "Ray's answers are planted",
+    "tests/engine/executor/test_worker_replacement.py": "errors of Ray",
     "tests/faults/test_hosts.py": "hosts without Ray",
     "tests/test_reliability_page.py": "Ray's constants",
 }
@@ -53,7 +53,10 @@ waiting.set()
 
 
 def test_a_file_is_a_unit_and_what_starts_ray_is_one() -> None:
-    assert sharing.unit("tests/worker/test_mesh.py::test_a[1]") == "tests/worker/test_mesh.py"
+    assert (
+        sharing.unit("tests/worker/comm/test_mesh.py::test_a[1]")
+        == "tests/worker/comm/test_mesh.py"
+    )
     found = {sharing.unit(f"tests/e2e/{name}.py::test_a") for name in ("test_faults", "test_new")}
     assert found == {"clusters"}
 

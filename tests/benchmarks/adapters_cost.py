@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from swell.cluster.local import LLM
-from tests import adapters
 from tests.benchmarks.sampling_cost import (
     MODEL,
     NANO,
@@ -27,6 +26,7 @@ from tests.benchmarks.sampling_cost import (
     plain,
     print_ratio,
 )
+from tests.support import adapters
 
 RANKS = (8, 16)
 COUNTS = (1, 8)

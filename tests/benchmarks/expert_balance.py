@@ -24,7 +24,7 @@ from swell.worker.layers.weight_shard import materialize
 from swell.worker.moe.expert_balance import balance, imbalance
 from swell.worker.moe.experts import holdings, move_experts
 from swell.worker.wire import GroupPlan
-from tests.worker.test_mesh import in_threads
+from tests.worker.comm.test_mesh import in_threads
 
 ENGINES, EXPERTS, HIDDEN, SIZE = 2, 16, 512, 1024
 TRAITS = ExpertTraits(EXPERTS, SIZE, 2, True, False, ("gate", "up", "down"))

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import median
 
 from swell.cluster.cli.console import print_table
-from tests import marked_page
 from tests.benchmarks.results import Figure, Results
+from tests.support import marked_page
 
 HEAD = ("case", "what", "swell", "against", "theirs", "ratio", "spread", "target", "")
 MARKER = "bench"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import marked_page
 from tests.benchmarks import models, report, results
 from tests.benchmarks.case import CONTENDERS
 from tests.benchmarks.cases import CASES, chosen
@@ -19,6 +18,7 @@ from tests.benchmarks.children import Child, ContenderFailed
 from tests.benchmarks.interleaved import OURS, InterleavedRounds, Numbers
 from tests.benchmarks.results import CaseResult, Figure
 from tests.benchmarks.steps import steps
+from tests.support import marked_page
 
 pytestmark = pytest.mark.slow
 

@@ -46,7 +46,7 @@ from swell.engine.wire import (
 )
 from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sampler_wire import Extra, PromptLogprobs, RoutedExperts, TokenLogprobs
-from tests.engine.fake_worker import next_token
+from tests.engine.executor.fake_worker import next_token
 
 LOOK_S = 0.002
 DEADLINE_S = 60.0

@@ -18,8 +18,8 @@ from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_weights
 from swell.worker.memory.new_weights import save_weights
-from tests.device import on_device
-from tests.pooled_models import make as make_pooled
+from tests.support.device import on_device
+from tests.support.pooled_models import make as make_pooled
 from tests.worker import tiny_models
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.changed_weights import add_noise, copy_of
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_upgrade import SETTINGS as UPGRADE_SETTINGS
 from tests.e2e.test_upgrade import answers_while as answers_of_versions
@@ -32,6 +31,7 @@ from tests.faults.hosts import Hosts
 from tests.faults.load import SHORT_DECODE, Answer, Load, compare, make_requests, reference
 from tests.faults.namespaces import wait_until
 from tests.faults.process import HTTP
+from tests.support.changed_weights import add_noise, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from swell.worker.wire import HANDOVER_FOLDER
-from tests.cluster.api.otlp_collector import Collector, start_collector
+from tests.cluster.api.tracing.otlp_collector import Collector, start_collector
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_splits import assert_equal_to_transformers
 

@@ -40,9 +40,9 @@ from tests.e2e.protections import (
     written_files,
 )
 from tests.faults.process import HTTP, title
-from tests.marked_page import END, marker
-from tests.untrusted_account import UntrustedAccount
-from tests.untrusted_peers import Door, Recorder, knock_with_keys, knocks, listening, visit
+from tests.support.marked_page import END, marker
+from tests.support.untrusted_account import UntrustedAccount
+from tests.support.untrusted_peers import Door, Recorder, knock_with_keys, knocks, listening, visit
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

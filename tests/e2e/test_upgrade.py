@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.changed_weights import add_noise, copy_of, lose_a_tensor
 from tests.e2e.cluster import NANO, Cluster
 from tests.faults.load import SHORT_DECODE, Answer, Load, difference, make_requests, reference
+from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

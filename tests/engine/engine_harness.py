@@ -41,9 +41,9 @@ from swell.engine.wire import EngineCoreRequest
 from swell.kernels.logprobs import LogprobsTensors
 from swell.worker.sample import logprobs, sampler
 from swell.worker.sampler_wire import SamplerParams
-from tests.device import DEVICE, on_device
-from tests.engine.depth import keeping_depth
-from tests.engine.features import RequestSpec
+from tests.engine.executor.depth import keeping_depth
+from tests.engine.outputs.features import RequestSpec
+from tests.support.device import DEVICE, on_device
 
 NANO = str(Path(__file__).parents[2] / "configs" / "models" / "nano")
 NANO_MOE = str(Path(NANO).parent / "nano-moe")

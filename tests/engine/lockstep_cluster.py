@@ -26,7 +26,7 @@ from swell.worker.wire import (
     Regrouped,
     SchedulerOutput,
 )
-from tests.engine.fake_worker import VOCAB, FakeExecutor, FakeWorker
+from tests.engine.executor.fake_worker import VOCAB, FakeExecutor, FakeWorker
 
 SOON_S = 60.0
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import Extra, PromptLogprobs, SamplerParams
 from swell.worker.wire import ModelRunnerOutput
-from tests.engine.fake_worker import expected, make_core, regroup, run
+from tests.engine.executor.fake_worker import expected, make_core, regroup, run
 
 CLIENT, SAME_CLIENT_AGAIN = b"ingress", b"ingress, over a new connection"
 TOKENS = 12

@@ -12,8 +12,8 @@ from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import GroupPlan
 from tests.engine.conservation import check_blocks
-from tests.engine.fake_worker import expected, make_core, regroup, run, token_ids
-from tests.engine.planted_drafts import KINDS, plant
+from tests.engine.drafts.planted_drafts import KINDS, plant
+from tests.engine.executor.fake_worker import expected, make_core, regroup, run, token_ids
 
 CLIENT = b"ingress"
 

@@ -24,7 +24,7 @@ from swell.engine.executor import build_executor
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, RoutedExperts, SamplerParams, TokenLogprobs
-from tests.engine.planted_drafts import plant
+from tests.engine.drafts.planted_drafts import plant
 
 pytestmark = pytest.mark.slow
 

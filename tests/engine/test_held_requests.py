@@ -18,7 +18,7 @@ from swell.engine.serving.engine_report import report_of
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
-from tests.engine.fake_worker import VOCAB, FakeExecutor, expected, run, token_ids
+from tests.engine.executor.fake_worker import VOCAB, FakeExecutor, expected, run, token_ids
 
 
 class LoadingExecutor(FakeExecutor):

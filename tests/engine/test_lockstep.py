@@ -11,7 +11,7 @@ from swell.coordinator.manager_state import NO_MANAGER
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
-from tests.engine.fake_worker import expected
+from tests.engine.executor.fake_worker import expected
 from tests.engine.lockstep_cluster import Cluster
 
 pytestmark = pytest.mark.slow

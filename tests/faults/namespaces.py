@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from tests import reaper
 from tests.faults.process import alive, title
+from tests.support import reaper
 
 _COMMAND_S = 120.0
 _VANISH_S = 60.0

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests import reaper
+from tests.support import reaper
 
 START_S = 280
 _STOP_S = 180

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from swell.cluster.cli.console import print_table
-from tests import marked_page
 from tests.faults.trial import Cell, seconds
+from tests.support import marked_page
 
 _HEAD = (
     "what",

@@ -12,11 +12,11 @@ import transformers
 from swell.engine.scheduling.scheduler import NANS_IN_LOGITS
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import Grammar, SamplerParams
-from tests.engine.test_nan_logits import BAD, NAN, spoil
-from tests.engine.test_token_exact import NEW_TOKENS, PROMPTS, Engine, tokens
+from tests.engine.outputs.test_nan_logits import BAD, NAN, spoil
+from tests.engine.outputs.test_token_exact import NEW_TOKENS, PROMPTS, Engine, tokens
 from tests.gpu.memory import allocated
 from tests.worker import tiny_models
-from tests.worker.test_models import GENERIC, NATIVE
+from tests.worker.models.test_models import GENERIC, NATIVE
 
 pytestmark = [
     pytest.mark.gpu,

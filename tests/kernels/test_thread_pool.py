@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.kernels.load import load_backend
-from tests.worker.test_mesh import in_threads
+from tests.worker.comm.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
 

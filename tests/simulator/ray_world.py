@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from tests.cluster.control.contract_cluster import OTHER_HOST
+from tests.cluster.control.ray.contract_cluster import OTHER_HOST
 from tests.simulator.kernel import Kernel
 from tests.simulator.network import Network
 from tests.simulator.process import Process
@@ -18,7 +18,7 @@ _LIMIT_S = 10_000.0
 
 
 class SimRayWorld:
-    """Implements `World` of `tests/cluster/control/test_ray_contract.py`."""
+    """Implements `World` of `tests/cluster/control/ray/test_ray_contract.py`."""
 
     num_cpus = 4.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.worker import tiny_models
-from tests.worker.moe_engines import PROMPTS, greedy
+from tests.worker.moe.moe_engines import PROMPTS, greedy
 
 
 @pytest.fixture(scope="session")

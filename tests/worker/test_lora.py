@@ -20,10 +20,10 @@ from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.forward import CapturedForward
 from swell.worker.wire import NewRequest, SchedulerOutput
-from tests import adapters
-from tests.device import DEVICE, on_device
-from tests.engine.planted_drafts import plant
+from tests.engine.drafts.planted_drafts import plant
 from tests.kernels.load import load_backend
+from tests.support import adapters
+from tests.support.device import DEVICE, on_device
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow

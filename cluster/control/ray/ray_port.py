@@ -1,7 +1,7 @@
 """Interface of the control plane to Ray.
 
 `ray_cluster.py` implements it with the real Ray, and the simulator (`tests/simulator/`) with
-tables. `tests/cluster/control/test_ray_contract.py` checks both against these docstrings.
+tables. `tests/cluster/control/ray/test_ray_contract.py` checks both against these docstrings.
 
 Actor names are unique in a namespace, names of placement groups in the whole Ray cluster. Ray
 terminates both asynchronously. The death of an actor does not remove its placement group, which

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.api.waiting_client import REQUESTS, serving
+from tests.cluster.api.answers.waiting_client import REQUESTS, serving
 from tests.cluster.fake_cluster import FakeEngine, until
 
 pytestmark = pytest.mark.slow

@@ -36,7 +36,7 @@ from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.fake_cluster import DEADLINE_S, until
 from tests.cluster.text import tokenizers_for_tests
-from tests.engine.fake_worker import FakeExecutor, next_token
+from tests.engine.executor.fake_worker import FakeExecutor, next_token
 
 pytestmark = pytest.mark.slow
 

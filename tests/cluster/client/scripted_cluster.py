@@ -36,7 +36,7 @@ from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
 from tests.cluster.text import tokenizers_for_tests
-from tests.engine.fake_worker import VOCAB, FakeExecutor
+from tests.engine.executor.fake_worker import VOCAB, FakeExecutor
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 600

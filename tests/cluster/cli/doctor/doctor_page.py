@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from swell.cluster.cli.doctor.checks import CHECKS
-from tests import marked_page
+from tests.support import marked_page
 from tests.test_layers import ROOT
 
 PAGE = ROOT / "docs" / "operate" / "doctor.md"

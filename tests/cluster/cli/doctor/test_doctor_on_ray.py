@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from swell.cluster.cli.child_process import descendants
 from swell.cluster.cli.doctor.probes.ray_hosts import _by_name, _lost, _reason
 from swell.cluster.cli.doctor.report import Report
-from tests.cluster.control.real_ray import RealRay
+from tests.cluster.control.ray.real_ray import RealRay
 from tests.faults.process import title
 from tests.test_layers import ROOT
 

@@ -10,8 +10,8 @@ from swell.cluster.cli.doctor import check_cluster, check_machine, check_network
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
 from swell.cluster.cli.doctor.facts import Link
 from swell.cluster.cli.doctor.report import Report
-from tests import marked_page
 from tests.cluster.cli.doctor.doctor_page import NAME, PAGE, table
+from tests.support import marked_page
 from tests.test_layers import ROOT
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.untrusted_account import ROOT, UID
+from tests.support.untrusted_account import ROOT, UID
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account")
 
@@ -28,7 +28,7 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from swell.cluster.cli import launch
 from swell.cluster.cli.main import main
 from swell.cluster.cli.start import private_home, ray_settings
-from tests.untrusted_account import become
+from tests.support.untrusted_account import become
 
 found = {}
 

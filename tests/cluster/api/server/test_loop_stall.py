@@ -1,0 +1,63 @@
+"""No hostile request blocks the others: measures the loop of the ingress while it serves hostile
+requests.
+
+The requirement is 50 ms. The bound here is wider because the machine has other load. `pytest -s`
+prints the time of each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.api.bodies import adversarial_bodies as hostile
+from tests.cluster.api.server.loop_stall import stall_harness
+from tests.cluster.text import tokenizers_for_tests
+
+pytestmark = pytest.mark.slow
+
+BOUND_S = 0.25
+KINDS = (
+    hostile.heads,
+    hostile.at_every_route,
+    hostile.just_within,
+    hostile.conversations,
+    hostile.tools,
+    hostile.forms,
+    hostile.sampling_fields,
+    hostile.accepted,
+    hostile.histories,
+    hostile.packed,
+)
+
+
+async def gaps_of(
+    kind: Callable[[], Iterator[tuple[str, bytes]]], folder: Path, script: list[int] | None
+) -> dict[str, float]:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
+    gaps = {}
+    async with stall_harness(folder, script, **{"serve.tool_parser": "hermes"}) as place:
+        for name, request in kind():
+            gaps[name], status, start = await place.longest_stall(request)
+            print(f"{gaps[name] * 1000:6.0f} ms  {status}  {name}")
+            assert status < 500, f"{name}: {start!r}"
+            assert script is None or status == 200, f"{name}: {start!r}"
+        answer = await place.cluster.client.get("/health")
+        assert answer.status_code == 200
+    return gaps
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+def test_no_request_stops_the_loop(
+    tmp_path: Path, kind: Callable[[], Iterator[tuple[str, bytes]]]
+) -> None:
+    gaps = asyncio.run(gaps_of(kind, tmp_path, None))
+    assert {name: gap for name, gap in gaps.items() if gap > BOUND_S} == {}
+
+
+def test_no_answer_stops_the_loop(tmp_path: Path) -> None:
+    gaps = asyncio.run(gaps_of(hostile.long_answers, tmp_path, [7] * 10))
+    assert {name: gap for name, gap in gaps.items() if gap > BOUND_S} == {}

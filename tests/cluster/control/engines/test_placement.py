@@ -1,0 +1,290 @@
+"""The actors and groups that a manager finds in Ray when it starts, and what it does with them. Ray
+is a table here, whose rows disappear some time after removal."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from swell.cluster.control.engines import orphans, placement
+from swell.cluster.control.engines.actor_names import EngineName, engine_tag
+from swell.cluster.control.engines.engine_handle import StartFailed
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan.versions import Version
+from swell.cluster.control.ray.actor_errors import (
+    ActorDied,
+    ActorRaised,
+    ActorUnavailable,
+    GcsUnavailable,
+)
+from swell.configs.schema import ConfigError, load
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.runtime import ThreadRuntime
+from swell.coordinator.wire import ClusterView
+from swell.engine.executor import ExecutorLimits
+from swell.engine.serving.ready import EngineReady
+from tests.cluster.control.ray.fake_ray import KEYS, FakeRay
+
+VERSION = Version.of(1, "configuration", load({"model": {"path": "m"}}))
+TAG = engine_tag(VERSION.name, KEYS.public.hex())
+ADDRESS = ChannelAddress("m", "i", "t")
+LOADING = ActorRaised(RuntimeError("it still loads"))
+DEAD = ActorDied("its process ended")
+
+
+def name(rank: int, start: str, tag: str = TAG) -> str:
+    return str(EngineName("swell-app", rank, tag, start))
+
+
+class Table(FakeRay):
+    """Engines and their answers. Engines and their groups take a while to disappear."""
+
+    async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "version" and self.actors.get(actor) is LOADING:
+            return VERSION.name
+        answer = await super()._answer(actor, method, args)
+        return answer.version if method == "version" else answer
+
+    def engine(
+        self, rank: int, start: str, says: Any, *, tag: str = TAG, group: bool = True
+    ) -> str:
+        text = name(rank, start, tag)
+        self.actors[text] = says
+        if group:
+            self.reserved.append(text)
+        return text
+
+
+class FakeCoordinator:
+    """The part of a `CoordinatorHandle` that `Placement` uses."""
+
+    name = "coordinator-configuration"
+    contact = SimpleNamespace(keys=KEYS, address=ADDRESS)
+
+    def __init__(self, *members: Member) -> None:
+        self.roster = Roster(1, members)
+        self.lost: list[int] = []
+
+    async def view(self) -> ClusterView:
+        return ClusterView(self.roster)
+
+    async def remove_failed(self, ranks: list[int]) -> None:
+        self.lost += ranks
+
+
+def says(rank: int, incarnation: int) -> EngineReady:
+    limits = ExecutorLimits(10, 100, 50)
+    return EngineReady(rank, ADDRESS, limits, 7, "node", [], incarnation, version=VERSION.name)
+
+
+def member(rank: int, incarnation: int) -> Member:
+    return Member(rank, ADDRESS, incarnation=incarnation)
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    monkeypatch.setattr(placement, "_POLL_S", 0.0)
+    monkeypatch.setattr(orphans, "_POLL_S", 0.0)
+    return Table()
+
+
+def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: object) -> Placement:
+    config = load({"model": {"path": "m"}}, settings)
+    return Placement(
+        config,
+        "swell-app",
+        coordinator,  # type: ignore[arg-type]
+        ray,
+        ThreadRuntime(),
+    )
+
+
+def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Table) -> None:
+    serving = table.engine(0, "a", says(0, 5))
+    table.engine(0, "b", LOADING)
+    waiting = table.engine(1, "c", says(1, 6))
+    loading = table.engine(2, "d", LOADING)
+    table.engine(3, "e", DEAD)
+    table.engine(4, "f", says(4, 8), tag=engine_tag("another", KEYS.public.hex()))
+    table.engine(5, "g", says(5, 9), group=False)
+    table.reserved += [name(6, "h"), "swell-app-engine-7", "of somebody else"]
+    table.actors["coordinator-configuration"] = table.actors["coordinator-another"] = DEAD
+    coordinator = FakeCoordinator(member(0, 5), member(1, 3), member(3, 7))
+    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    assert [handle.name for handle in adopted] == [serving]
+    assert [handle.name for handle in newcomers] == [waiting, loading]
+    assert coordinator.lost == [1, 3], "who died, or is another one now"
+    assert set(table.actors) == {serving, waiting, loading, "coordinator-configuration"}
+    assert set(table.reserved) == {serving, waiting, loading, "of somebody else"}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
+    table: Table, monkeypatch: pytest.MonkeyPatch, is_listed: bool
+) -> None:
+    """A silent engine is probed again while it is in the roster: the coordinator removes an engine
+    that has stopped."""
+    serving = table.engine(0, "a", says(0, 5))
+    answer, asked = table._answer, 0
+
+    async def slow_answer(actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked <= 2:
+            raise TimeoutError
+        return await answer(actor, method, args)
+
+    monkeypatch.setattr(table, "_answer", slow_answer)
+    coordinator = FakeCoordinator(*([member(0, 5)] if is_listed else []))
+    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    assert [handle.name for handle in adopted] == ([serving] if is_listed else [])
+    assert newcomers == []
+
+
+def test_one_that_never_answers_is_given_up(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "_PROBES", 0.001)
+    table.engine(0, "a", TimeoutError())
+    coordinator = FakeCoordinator(member(0, 5))
+    assert asyncio.run(made(coordinator, table).adopt([VERSION])) == (
+        [],
+        [],
+    ) and coordinator.lost == [0]
+
+
+def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3, VERSION)
+        table.actors[handle.name] = says(3, 1)
+        table.reserved.append(handle.name)
+        handle.actor = handle.group = handle.name
+        assert not await ours.orphans.collect() and table.ended == []
+        await ours._destroy(handle)  # Ray does not receive it
+        assert await ours.orphans.collect() and not table.actors and not table.reserved
+
+    asyncio.run(scenario())
+
+
+def test_names_differ_with_each_start(table: Table) -> None:
+    ours = made(FakeCoordinator(), table)
+    assert len({ours.plan(0, VERSION).name for _ in range(50)}) == 50
+
+
+def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(orphans, "_TIMEOUT_S", 0.05)
+    stuck = table.engine(0, "a", DEAD)
+    table.listings_until_gone = None
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        assert await ours.orphans.collect() and stuck in table.actors
+        left = ours.orphans.leftovers()
+        assert left is not None and left.names == [stuck] and left.failures == 1
+        table.listings_until_gone = 0
+        await ours.orphans.collect()
+        assert ours.orphans.leftovers() is None and stuck not in table.actors
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("error", "permanent", "text"),
+    [
+        (ActorRaised(ConfigError("no such model")), True, "no such model"),
+        (ActorRaised(RuntimeError("first line\nlast line")), False, "RuntimeError: last line"),
+        (ActorRaised(ActorDied("a worker")), False, "its process ended"),
+        (ActorDied("the engine"), False, "its process ended"),
+        (ActorUnavailable("the engine"), False, "its process ended"),
+        (GcsUnavailable("no answer"), False, "GcsUnavailable: no answer"),
+        (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
+    ],
+)
+def test_a_start_that_fails_leaves_nothing_and_says_why(
+    table: Table, error: Exception, permanent: bool, text: str
+) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3, VERSION)
+        table.created = error
+        with pytest.raises(StartFailed, match=text) as caught:
+            await ours.start(handle)
+        assert caught.value.permanent == permanent
+        assert table.ended == [handle.name, handle.name], "the actor and its group"
+
+    asyncio.run(scenario())
+
+
+def test_a_start_without_room_says_what_is_free(table: Table) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3, VERSION)
+        table.resources, table.has_room = {"CPU": 0.25}, False
+        with pytest.raises(StartFailed, match=r"no room for engine 3: .* free: 0.25 CPU") as caught:
+            await ours.start(handle)
+        assert not caught.value.permanent and handle.actor is None
+        assert table.ended == [handle.name]
+        assert "50 workers need 0.5 CPU" in (await ours.refusal(VERSION, 50) or "")
+        assert await ours.refusal(VERSION, 20) is None
+        table.is_gcs_away = True
+        assert await ours.refusal(VERSION, 50) is None, "who knows"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("node", ["node", "another"])
+def test_a_process_is_killed_at_once_on_whatever_host(table: Table, node: str) -> None:
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(3, VERSION)
+        handle.actor = handle.group = handle.name
+        handle.ready = msgspec.structs.replace(says(3, 1), node=node)
+        await ours.kill(handle)
+        assert table.killed_pids == [(7, node)]
+        assert table.ended == [handle.name, handle.name], "the actor and its group"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("settings", "bundle", "count"),
+    [
+        ({"parallel.tensor": 4, "parallel.pipeline": 2}, {"GPU": 4.0}, 2),
+        ({"parallel.tensor": 4, "parallel.executor": "inproc"}, {"GPU": 4.0}, 1),
+        (
+            {"parallel.tensor": 2, "parallel.pipeline": 2, "parallel.executor": "inproc"},
+            {"GPU": 4.0},
+            1,
+        ),
+        ({"parallel.pipeline": 3}, {"GPU": 1.0}, 3),
+    ],
+)
+def test_workers_that_must_share_a_host_share_a_bundle(
+    table: Table, settings: dict[str, Any], bundle: dict[str, float], count: int
+) -> None:
+    """Tensor-parallel ranks share a host, and so do all workers of one process. If hosts have
+    enough resources only in total, the request is refused with the reason."""
+
+    async def scenario() -> None:
+        cuda = load({"model": {"path": "m"}}, {"model.device": "cuda", **settings})
+        ours, version = made(FakeCoordinator(), table), Version.of(1, "cuda", cuda)
+        table.nodes = [{"GPU": bundle["GPU"]}] * count
+        assert await ours.refusal(version, 1) is None
+        table.has_room = False
+        with pytest.raises(StartFailed):
+            await ours.start(ours.plan(0, version))
+        assert table.created_groups == [(bundle, count)]
+        if bundle["GPU"] > 1:
+            table.nodes = [{"GPU": bundle["GPU"] - 1}] * (2 * count) + [{"CPU": 4.0}]
+            assert "must share a host" in (await ours.refusal(version, 1) or "")
+            with pytest.raises(StartFailed, match="must share a host") as caught:
+                await ours.start(ours.plan(0, version))
+            assert not caught.value.permanent, "a host may join"
+
+    asyncio.run(scenario())

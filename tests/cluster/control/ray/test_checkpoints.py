@@ -1,0 +1,125 @@
+"""The checkpoint that a manager writes for its successor, and what an earlier manager can still do
+to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
+from swell.cluster.control.plan.versions import UpgradeRecord
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.transport.runtime import ThreadRuntime
+from tests.cluster.control.ray.fake_ray import FakeRay
+
+IDENTITY = "configuration"
+
+
+class SlowRay(FakeRay):
+    """If `holds`, the next overwriting write takes effect only when `arrive` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrive = asyncio.Event()
+        self.holds = False
+        self.held = asyncio.Event()
+
+    async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
+        if overwrite and self.holds:
+            self.holds = False
+            self.held.set()
+            await self.arrive.wait()
+        return await super().kv_put(key, value, overwrite=overwrite)
+
+
+def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
+    return CheckpointWriter(CheckpointStore("swell-app", identity, ray), 1, ThreadRuntime())
+
+
+async def save(manager: CheckpointWriter, target: int) -> bool:
+    return await manager.save(manager.make(target, False, True, UpgradeRecord(), ()))
+
+
+async def newest(ray: FakeRay) -> ClusterCheckpoint:
+    return await CheckpointStore("swell-app", IDENTITY, ray).read()
+
+
+Scenario = Callable[[SlowRay], Awaitable[None]]
+
+
+@pytest.fixture
+def run() -> Callable[[Scenario], None]:
+    async def whole(scenario: Scenario) -> None:
+        await scenario(SlowRay())
+
+    return lambda scenario: asyncio.run(whole(scenario))
+
+
+def test_the_manager_that_took_over_last_leads(run) -> None:
+    async def scenario(ray: SlowRay) -> None:
+        first, second = writer(ray), writer(ray)
+        assert (await first.load_previous(ManagerState())).target == 0 and await first.is_leader()
+        assert await save(first, 2) and await save(first, 3)
+        assert (await second.load_previous(ManagerState())).target == 3
+        assert await save(second, 4)
+        assert await second.is_leader() and not await first.is_leader()
+        assert not await save(first, 5)
+        assert ((await newest(ray)).target, (await newest(ray)).owner) == (4, second.owner)
+        assert len(await ray.kv_keys(b"swell-app:")) == 1, "nothing of the first is left"
+
+    run(scenario)
+
+
+def test_a_write_of_an_earlier_manager_that_arrives_late_changes_nothing(run) -> None:
+    async def scenario(ray: SlowRay) -> None:
+        first, second = writer(ray), writer(ray)
+        await save(first, 2)
+        ray.holds = True
+        late = asyncio.create_task(save(first, 3))
+        await ray.held.wait()
+        await save(second, 5)
+        ray.arrive.set()
+        await late
+        assert (await newest(ray)).target == 5
+        assert await second.is_leader() and not await first.is_leader()
+
+    run(scenario)
+
+
+def test_managers_that_take_over_at_once_have_one_leader(run) -> None:
+    async def scenario(ray: SlowRay) -> None:
+        managers = [writer(ray) for _ in range(5)]
+        await asyncio.gather(*(save(manager, n) for n, manager in enumerate(managers, 1)))
+        leads = [await manager.is_leader() for manager in managers]
+        assert leads.count(True) == 1
+        assert (await newest(ray)).target == leads.index(True) + 1
+
+    run(scenario)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_until_there_is_another(run) -> None:
+    async def scenario(ray: SlowRay) -> None:
+        earlier = ClusterCheckpoint("owner", IDENTITY, 3, data=1)
+        ray.kv[b"swell-app:note"] = msgspec.msgpack.encode(earlier)
+        manager = writer(ray)
+        assert await manager.load_previous(ManagerState()) == earlier
+        await save(manager, 4)
+        assert (await newest(ray)).target == 4
+
+    run(scenario)
+
+
+def test_applications_are_apart_and_are_forgotten_whole(run) -> None:
+    async def scenario(ray: SlowRay) -> None:
+        manager, other = writer(ray), CheckpointStore("swell-app-2", IDENTITY, ray)
+        await save(manager, 2)
+        await other.take_over(ClusterCheckpoint(target=7))
+        await manager.clear()
+        assert await newest(ray) == ClusterCheckpoint() and (await other.read()).target == 7
+
+    run(scenario)

@@ -1,0 +1,253 @@
+"""Detection of a coordinator that does not answer. Ray is a fake, and time is virtual."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+
+from swell.cluster.control.ray.actor_errors import ActorDied
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.configs.schema import load
+from swell.coordinator.roster import Roster
+from swell.coordinator.state_machine import JoinResult
+from swell.coordinator.wire import ClusterView
+from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
+from tests.cluster.control.ray.fake_ray import FakeRay
+
+
+class StoppedActor(FakeRay):
+    """An actor that answers no call until it has been killed `kills` times, and then answers all of
+    them."""
+
+    def __init__(self, kills: int) -> None:
+        super().__init__()
+        self.kills_left = kills
+        self.lives = asyncio.Event()
+
+    async def _answer(self, _actor: str, method: str, _args: tuple[Any, ...]) -> ClusterView:
+        assert method in ("view", "probe")
+        await self.lives.wait()
+        return ClusterView(Roster())
+
+    async def kill(self, _actor: str, *, restart: bool = False) -> None:
+        assert restart
+        self.kills_left -= 1
+        if self.kills_left == 0:
+            self.lives.set()
+
+
+def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
+    async def scenario() -> None:
+        actor = StoppedActor(kills=3)
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        async with asyncio.timeout(1000):
+            await handle.view()
+        assert actor.kills_left == 0
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+class SlowActor(FakeRay):
+    """An actor that was suspended. Each successor needs `start_s` before it answers pending
+    calls."""
+
+    def __init__(self, start_s: float) -> None:
+        super().__init__()
+        self._start_s = start_s
+        self.kills = 0
+        self._life = asyncio.Event()
+
+    async def _answer(self, _actor: str, _method: str, _args: tuple[Any, ...]) -> ClusterView:
+        """Repeats the call on the successor if the actor dies, as Ray does."""
+        if self.kills == 0:
+            await self._life.wait()
+        while not await self._answers():
+            """The call is repeated on the next one."""
+        return ClusterView(Roster())
+
+    async def _answers(self) -> bool:
+        """Returns whether this incarnation lives until it can answer."""
+        life = self._life
+        ready_s = max(0.0, self._ready_at - asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(ready_s):
+                await life.wait()
+            return False
+        except TimeoutError:
+            return True
+
+    async def kill(self, _actor: str, *, restart: bool = False) -> None:
+        assert restart
+        self.kills += 1
+        self._ready_at = asyncio.get_running_loop().time() + self._start_s
+        self._life.set()
+        self._life = asyncio.Event()
+
+
+@pytest.mark.parametrize("callers", [1, 5])
+@pytest.mark.parametrize("start_s", [0.0, 2.0, 11.0, 40.0, 150.0, 290.0])
+def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
+    start_s: float, callers: int
+) -> None:
+    """A successor that starts within `start_timeout_s` answers all callers, however many wait for
+    it."""
+
+    async def scenario() -> None:
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        limits = config.cluster
+        assert start_s < limits.start_timeout_s
+        actor = SlowActor(start_s)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+
+        async def call(index: int) -> None:
+            await asyncio.sleep(index * limits.stall_timeout_s / 3)
+            await handle.view()
+
+        async with asyncio.timeout(10 * limits.start_timeout_s):
+            await asyncio.gather(*map(call, range(callers)))
+        doublings = max(0.0, math.log2(max(start_s, 1.0) / limits.stall_timeout_s))
+        assert 1 <= actor.kills <= 2 + doublings
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> None:
+    """A recovered coordinator no longer counts as a starting successor, so each hang is ended by
+    one kill."""
+
+    async def scenario() -> None:
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        loop, taken = asyncio.get_running_loop(), []
+        actor = SlowActor(2.0)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        for pause_s in (3600.0, 3600.0, 3600.0, 10.0, 10.0):
+            await asyncio.sleep(pause_s)
+            actor.kills = 0  # suspended again
+            begun = loop.time()
+            await handle.view()
+            taken.append(loop.time() - begun)
+            assert actor.kills == 1
+        assert max(taken) < 1.1 * min(taken)
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
+    """The manager may be cut off, and Ray would carry out the kill later."""
+
+    async def scenario() -> None:
+        actor = StoppedActor(kills=1)
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        checkpoints.away = True
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        waiting = asyncio.create_task(handle.view())
+        await asyncio.sleep(10 * config.cluster.stall_timeout_s)
+        assert actor.kills_left == 1
+        checkpoints.away = False
+        async with asyncio.timeout(1000):
+            await waiting
+        assert actor.kills_left == 0
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+class LostActor(FakeRay):
+    """An actor whose host is lost. The actor that `open` finds later answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    async def _answer(self, actor: str, method: str, _args: tuple[Any, ...]) -> JoinResult:
+        assert method == "join"
+        self.called.append(actor)
+        if actor == "lost":
+            raise ActorDied("its node is gone")
+        return JoinResult(Roster(7), {})
+
+
+def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> None:
+    async def scenario() -> None:
+        ray = LostActor()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, ray)
+        handle._actor = "lost"
+        joining = asyncio.create_task(handle.join([]))
+        await asyncio.sleep(10.0)
+        handle._actor = "found"
+        assert await joining == {}
+        assert ray.called[-1] == "found" and 3 < len(ray.called) < 8
+
+        handle._actor = "lost"
+        with pytest.raises(ActorDied):
+            await handle.join([])
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+class LateActor(FakeRay):
+    """An actor that never answers a call, and answers a probe when the test wants it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.probe: asyncio.Future[bool] | None = None
+
+    async def _answer(self, _actor: str, method: str, _args: tuple[Any, ...]) -> Any:
+        if method == "probe":
+            self.probe = asyncio.get_running_loop().create_future()
+            return await self.probe
+        await asyncio.get_running_loop().create_future()
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_task_that_calls_ends_when_it_is_cancelled_as_the_probe_is_answered(turns: int) -> None:
+    """The task is cancelled `turns` loop iterations after the answer to the probe."""
+
+    async def scenario() -> None:
+        actor = LateActor()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle._actor = "coordinator"
+        calling = asyncio.create_task(handle.view())
+        while actor.probe is None:
+            await asyncio.sleep(0.1)
+        actor.probe.set_result(True)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        calling.cancel()
+        done, _ = await asyncio.wait({calling}, timeout=3600)
+        assert done and calling.cancelled()
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()

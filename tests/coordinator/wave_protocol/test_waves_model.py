@@ -1,0 +1,70 @@
+"""The wave protocol in every order of events: exhaustive within bounds, sampled beyond them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.coordinator.wave_protocol.model_checker import BOUNDS, E1, K1, K2, Scenario, explore
+from tests.coordinator.wave_protocol.model_mutations import RULES, remove
+from tests.coordinator.wave_protocol.model_state import Bounds, Violation
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_every_order_of_events_comes_to_rest(name: str) -> None:
+    assert explore(BOUNDS[name]).states > 50
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_rule_is_superfluous(name: str) -> None:
+    rule = RULES[name]
+    with pytest.raises(Violation):
+        explore(BOUNDS[rule.bounds], limit=20_000, **remove(rule))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_without_rows_at_the_end_of_a_wave(depth: int) -> None:
+    """A wave ends with at most `depth - 1` steps without rows or votes. If the last step of the
+    requests is known in advance, its sums show it, and `depth - 1` steps are in flight after it. If
+    it is recognized when it is read, the sums of the next submitted step show it, and just as many
+    are in flight after that."""
+    assert explore(Bounds(2, depth, (K1, K2))).most_quiet == depth - 1
+    assert explore(Bounds(2, depth, (E1, K1))).most_quiet == depth
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    engines=st.integers(3, 5),
+    depth=st.integers(1, 4),
+    jobs=st.lists(
+        st.tuples(st.sampled_from(["known", "eos", "stepwise"]), st.integers(1, 4)), max_size=8
+    ),
+    accidents=st.fixed_dictionaries(
+        {
+            name: st.integers(0, most)
+            for name, most in [
+                ("newcomers", 2), ("pauses", 3), ("detaches", 2), ("deaths", 3), ("losses", 3),
+                ("restarts", 3), ("late_reports", 4), ("errors", 3), ("drops", 3),
+                ("alones", 3),
+            ]
+        }
+    ),
+    choices=st.lists(st.integers(0, 10_000), max_size=300),
+)  # fmt: skip
+def test_any_walk_comes_to_rest(
+    engines: int,
+    depth: int,
+    jobs: list[tuple[str, int]],
+    accidents: dict[str, int],
+    choices: list[int],
+) -> None:
+    scenario = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
+    for choice in choices:
+        possible = scenario.moves()
+        if not possible:
+            break
+        scenario.take(possible[choice % len(possible)])
+    scenario.rest()

@@ -1,0 +1,176 @@
+"""The Ray actor of an engine, with Ray's tables stubbed: its address and its share of the host."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import ray
+
+from swell.cluster.control.engines.actor_names import EngineName
+from swell.configs.runtime import process
+from swell.configs.schema import Config, load
+from swell.coordinator.transport.channel import make_keys
+from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.runtime import ThreadRuntime
+from swell.coordinator.wire import CoordinatorMessage
+from swell.engine.serving import actor
+from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
+from swell.worker.sampler_wire import SamplerParams
+from tests.e2e.cluster import NANO
+from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
+
+SOON_S = 60.0
+PORTS = range(21_800, 21_832)
+
+
+def group(rank: int, node: str) -> dict[str, Any]:
+    name = str(EngineName("swell-app", rank, "0" * 12, "1"))
+    return {"name": name, "state": "CREATED", "bundles_to_node_id": {0: node}}
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Yields an engine on node `a`, with two others there; its coordinator is silent."""
+    groups = {str(rank): group(rank, node) for rank, node in enumerate("aaab")}
+    monkeypatch.setattr(actor, "placement_group_table", lambda: groups)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.255.255.1")
+    monkeypatch.setattr(actor, "find", lambda known, timeout_s: None)
+    here = SimpleNamespace(get_node_id=lambda: "a")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
+    settings = {
+        "model.device": "cpu",
+        "cache.memory_bytes": 2_000_000,
+        "cluster.interface": "lo",
+        "cluster.ports": f"{PORTS[0]}-{PORTS[-1]}",
+    }
+    keys = make_keys()
+    coordinator = ThreadRuntime().inbox(CoordinatorMessage, keys)
+    kind = actor.EngineActor.__ray_metadata__.modified_class
+    contact = CoordinatorContact(coordinator.address, keys, 1)
+    made = kind(load(str(NANO), settings), 0, contact, "1-a")
+    yield made
+    made.stop()
+    coordinator.close()
+
+
+def test_an_engine_listens_at_the_interface_and_has_its_part_of_the_host(shell: Any) -> None:
+    ready = shell.start(None, shell._config, "1-a")
+    host, _, port = ready.address.tcp.removeprefix("tcp://").partition(":")
+    assert host == "127.0.0.1" and int(port) in PORTS[len(PORTS) // 4 :]
+    assert shell._server.core.executor._worker.local_workers == 3
+    assert ready.node == "a"
+
+
+def with_weights(shell: Any, folder: Path) -> Config:
+    model = msgspec.structs.replace(shell._config.model, path=str(folder))
+    return msgspec.structs.replace(shell._config, model=model)
+
+
+def answer(shell: Any, ready: EngineReady) -> list[int]:
+    """Returns greedy tokens of the engine at this address."""
+    keys = shell._coordinator.keys
+    outlet = ThreadRuntime().outlet(ready.address, EngineCoreOutputs, keys)
+    sampler = SamplerParams(temperature=0.0)
+    outlet.send(EngineCoreRequest("r", [5, 6, 7, 8], sampler, max_tokens=24))
+    tokens: list[int] = []
+    while len(tokens) < 24:
+        outputs = outlet.receive(SOON_S)
+        assert outputs is not None, "no answer"
+        tokens += [token for each in outputs.outputs for token in each.new_token_ids]
+    outlet.close()
+    return tokens
+
+
+def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: Path) -> None:
+    """An engine that loads other weights gets another address, so that a client that has not
+    noticed the change receives no output of the new weights."""
+    folder = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
+    first = shell.start(None, shell._config, "1-a")
+    before = answer(shell, first)
+    second = shell.start(None, with_weights(shell, folder), "2-b")
+    assert (first.version, second.version, shell.version()) == ("1-a", "2-b", "2-b")
+    assert second.incarnation != first.incarnation and second.address != first.address
+    assert second.pid == first.pid and second.limits == first.limits
+    after = answer(shell, second)
+    assert after != before
+    assert shell.start(None, with_weights(shell, folder), "2-b") == second
+    third = shell.start(None, with_weights(shell, NANO), "3-c")
+    assert answer(shell, third) == before
+    assert shell.ended(0.0) is None
+    watching = threading.Thread(target=shell.ended, args=(SOON_S,))
+    watching.start()
+    shell.start(None, with_weights(shell, folder), "4-d")
+    watching.join(SOON_S / 2)
+    assert not watching.is_alive(), "few calls may be under way at a time"
+
+
+def test_a_server_that_cannot_be_made_ends_the_process(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cannot be created terminates the process. Otherwise a core would be left
+    without a server, and the next `start` would load a second model next to it."""
+    folder, ended = copy_of(tmp_path / "other"), threading.Event()
+    monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
+    shell.start(None, shell._config, "1-a")
+
+    def no_port(*_args: Any, **_options: Any) -> None:
+        raise OSError("no port is free")
+
+    monkeypatch.setattr(actor, "EngineServer", no_port)
+    core = shell._server.core
+    with pytest.raises(OSError, match="no port is free"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    assert ended.wait(SOON_S)
+    with pytest.raises(RuntimeError, match="has ended"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    core.shutdown()
+
+
+def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
+    shell: Any, tmp_path: Path
+) -> None:
+    folder = copy_of(tmp_path / "broken", lose_a_tensor)
+    before = answer(shell, first := shell.start(None, shell._config, "1-a"))
+    with pytest.raises(NewWeightsRefused, match=r"norm\.weight"):
+        shell.start(None, with_weights(shell, folder), "2-b")
+    second = shell.ready()
+    assert second.version == shell.version() == "1-a" and second.incarnation != first.incarnation
+    assert answer(shell, second) == before
+    assert shell.start(None, shell._config, "1-a") == second
+
+
+def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
+    shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that has failed or hangs loads no new weights: its process exits, and another one
+    starts."""
+    ended = threading.Event()
+    monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
+    monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
+    shell.start(None, shell._config, "1-a")
+    server, hangs, ends_now = shell._server, threading.Event(), threading.Event()
+
+    async def hang() -> None:
+        hangs.set()
+        ends_now.wait()
+
+    server._run_once = hang
+    cluster = msgspec.structs.replace(shell._config.cluster, stall_timeout_s=0.1)
+    shell._config = msgspec.structs.replace(shell._config, cluster=cluster)
+    server._waker.wake()
+    assert hangs.wait(SOON_S)
+    with pytest.raises(RuntimeError, match="did not end within cluster"):
+        shell.start(None, with_weights(shell, tmp_path), "2-b")
+    assert ended.wait(SOON_S) and shell.ended(0.0) is not None
+    with pytest.raises(RuntimeError, match="has ended: RuntimeError: its last step"):
+        shell.start(None, with_weights(shell, tmp_path), "2-b")
+    ends_now.set()
+    shell._thread.join(SOON_S)

@@ -1,0 +1,364 @@
+"""The protections that `docs/design/failover.md` claims, and the tests that fail if one is missing.
+
+Claims are quoted exactly as on the page. Tests are named `FILE::FUNCTION`.
+"""
+
+from __future__ import annotations
+
+_CLIENT = "tests/cluster/client"
+_CONTROL = "tests/cluster/control"
+_FAILOVER = f"{_CLIENT}/failover/test_failover.py"
+_CONNECTION = f"{_CLIENT}/test_engine_connection.py"
+_STATE = "tests/coordinator/test_state_machine.py"
+_MONITOR = "tests/coordinator/monitors/test_engine_monitor.py"
+_FORMING = "tests/coordinator/monitors/test_forming_monitor.py"
+_MANAGER = f"{_CONTROL}/manager/test_manager_faults.py"
+_SUCCESSION = f"{_CONTROL}/manager/test_manager_succession.py"
+_ALONE = "tests/engine/serving/test_standalone_monitor.py"
+_MATRIX = "tests/e2e/test_faults.py"
+
+PROMISE: dict[str, tuple[str, ...]] = {
+    "every request ends successfully, and a greedy or seeded answer is byte for byte the same": (
+        f"{_MATRIX}::test_dense",
+        f"{_MATRIX}::test_dense_one_after_the_other",
+        f"{_MATRIX}::test_expert_parallel_at_the_start_of_a_wave",
+        f"{_MATRIX}::test_expert_parallel_one_after_the_other",
+        "tests/simulator/test_simulation.py::test_random_faults_break_no_law",
+    ),
+}
+
+MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
+    1: {
+        "The noise depends on seed and position": (
+            "tests/engine/outputs/test_token_exact.py"
+            "::test_a_seeded_answer_is_the_same_alone_in_a_crowd_and_after_preemption",
+        ),
+    },
+    2: {
+        "This one mechanism serves preemption, failover and hand-over": (
+            f"{_CLIENT}/requests/test_request_state.py"
+            "::test_a_later_attempt_continues_after_the_outputs_on_any_engine",
+            "tests/engine/outputs/test_token_exact.py::test_resumption_continues_an_answer",
+        ),
+        "The request carries its age": (
+            f"{_CLIENT}/requests/test_request_state.py"
+            "::test_a_later_attempt_says_how_long_the_request_has_waited",
+        ),
+        "the next engine starts it before younger requests": (
+            "tests/engine/test_engine_core.py"
+            "::test_a_request_that_comes_from_another_engine_keeps_its_place",
+        ),
+        "unless it may be the cause of the last loss": (
+            "tests/engine/test_engine_core.py::test_a_suspect_does_not_keep_its_place",
+        ),
+    },
+    3: {
+        "every change is a step to the next epoch": (
+            "tests/coordinator/test_roster.py"
+            "::test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster",
+        ),
+        "late messages of a dead engine are dropped": (
+            f"{_STATE}::test_the_dead_are_not_heard",
+            "tests/coordinator/wave_protocol/test_waves.py::test_messages_of_another_epoch_are_dropped",
+        ),
+    },
+    4: {
+        "Ingresses send its requests to other engines, and the manager starts a replacement": (
+            f"{_FAILOVER}::test_a_lost_engine_is_replaced_by_another",
+            f"{_MANAGER}::test_a_dead_engine_is_removed_at_once_and_replaced",
+        ),
+        "A request that has cost two engines is given up": (
+            f"{_FAILOVER}::test_a_request_that_costs_two_engines_goes_no_further",
+            f"{_CLIENT}/test_request_placer.py::test_two_losses_while_engines_leave_end_a_request",
+        ),
+        "the roster names the engines that left on request": (
+            "tests/coordinator/test_roster.py::test_who_left_on_request_is_told_from_who_was_lost",
+        ),
+        "`request_failed` if both losses were workers of one engine": (
+            "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
+        ),
+        "a request that only waited does not count": (
+            f"{_FAILOVER}::test_whoever_only_waited_had_no_part_in_a_loss",
+            "tests/engine/serving/test_server.py::test_requests_in_a_step_are_announced_before_it",
+        ),
+        "two suspects are never computed together": (
+            "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
+        ),
+    },
+    5: {
+        "the other workers keep their weights and form their groups again": (
+            "tests/engine/test_lockstep.py::test_a_worker_is_replaced_while_the_others_continue",
+            "tests/engine/executor/test_ray_executor.py"
+            "::test_a_lost_worker_is_replaced_and_the_answer_continues",
+        ),
+    },
+    6: {
+        "Work without progress for `cluster.stall_timeout_s`, or silence of the same length": (
+            f"{_MONITOR}::test_a_silent_engine_is_found_within_the_limit_and_a_heartbeat",
+            f"{_MONITOR}::test_work_without_progress_is_found_after_twice_the_limit",
+            "tests/engine/executor/test_worker_monitor.py"
+            "::test_silence_is_detected_after_the_limit_and_in_one_check",
+        ),
+        "A shorter pause has no effect": (
+            "tests/coordinator/monitors/test_progress_monitor.py"
+            "::test_reports_within_the_limit_are_never_silence_or_a_stall",
+            f"{_MATRIX}::test_expert_parallel_one_after_the_other",
+        ),
+    },
+    7: {
+        "a failed prepare leaves the old epoch unchanged": (
+            f"{_MANAGER}::test_a_failed_grow_leaves_the_old_epoch_serving",
+        ),
+        "A new engine that hangs does not delay the others": (
+            f"{_MANAGER}::test_a_newcomer_that_hangs_holds_up_no_other",
+            "tests/simulator/test_hanging_newcomer.py::test_the_other_newcomer_serves",
+        ),
+        "without the new engine that its peers do not reach": (
+            f"{_FORMING}::test_the_newcomer_whom_the_others_do_not_reach_is_called_off",
+        ),
+        "The only engine of a group gets one": (
+            f"{_FORMING}::test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs",
+        ),
+    },
+    8: {
+        "the other engines keep their requests and form the next group": (
+            "tests/coordinator/wave_protocol/test_waves.py::test_an_engine_may_die_in_each_state",
+            f"{_STATE}::test_a_death_takes_it_out_at_once_and_the_others_form_again",
+        ),
+        "each engine computes its requests alone": (
+            f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit",
+            "tests/simulator/test_serving_alone.py"
+            "::test_those_that_are_left_answer_alone_and_then_share_again",
+        ),
+    },
+    9: {
+        "goes only to engines with its version of the weights": (
+            f"{_CLIENT}/requests/test_answer_version.py::test_an_answer_continues_on_its_version_alone",
+        ),
+        "The last engine of a version terminates only when no ingress needs it": (
+            f"{_CONTROL}/manager/test_manager_upgrade.py"
+            "::test_the_last_engine_of_a_version_ends_when_nobody_needs_it",
+        ),
+        "it is started again if it dies earlier": (
+            f"{_CONTROL}/manager/test_manager_upgrade.py"
+            "::test_an_engine_of_a_version_that_is_needed_is_made_again",
+        ),
+        "another engine gives way, and is replaced": (
+            f"{_CONTROL}/plan/test_needed_version.py::test_one_engine_gives_way_and_comes_back",
+        ),
+    },
+    10: {
+        "While it is away, routing continues with the last view": (
+            f"{_FAILOVER}::test_a_coordinator_comes_back_at_its_place",
+            "tests/coordinator/test_service.py::test_a_stalled_coordinator_keeps_its_subscribers",
+        ),
+        "A restarted coordinator learns the members from the engines": (
+            f"{_STATE}::test_a_successor_takes_over_what_it_hears_of",
+        ),
+        "if another process holds that address, it waits until the address is free": (
+            "tests/coordinator/transport/test_channel.py::test_a_successor_waits_until_its_address_is_free",
+        ),
+    },
+    11: {
+        "Ray Serve restarts manager and ingresses, and Ray's GCS restarts Serve's controller": (
+            f"{_MATRIX}::test_dense_one_after_the_other",
+            f"{_CONTROL}/ray/test_launch.py::test_a_manager_waits_for_a_controller_that_has_just_died",
+        ),
+        "A new manager adopts the engines that serve, load or wait to join": (
+            f"{_SUCCESSION}::test_a_new_manager_adopts_what_serves",
+            f"{_SUCCESSION}::test_an_engine_that_loads_or_waits_to_join_is_adopted",
+        ),
+        "terminates all other engines of earlier managers": (
+            f"{_CONTROL}/engines/test_placement.py"
+            "::test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended",
+        ),
+        "they survive the loss of manager and coordinator together": (
+            "tests/simulator/test_lost_control_host.py"
+            "::test_a_pause_outlives_both_though_its_checkpoint_is_lost",
+            f"{_SUCCESSION}::test_a_new_manager_keeps_the_pause",
+        ),
+        "which continue with the rest of their time": (
+            f"{_SUCCESSION}::test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time",
+        ),
+    },
+    12: {
+        "Each failed start is reported at once, even while other engines start": (
+            f"{_MANAGER}::test_a_start_that_fails_is_reported_while_another_one_loads",
+        ),
+        "retried without limit, with growing delays of at most five minutes": (
+            f"{_CONTROL}/plan/test_backoff.py::test_no_rank_is_ever_given_up_and_waits_have_a_limit",
+        ),
+        "no engine and no placement group is left over": (
+            f"{_CONTROL}/ray/test_leftovers.py"
+            "::test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly",
+            f"{_CONTROL}/ray/test_leftovers.py"
+            "::test_what_is_made_although_nobody_waits_for_it_is_ended",
+        ),
+        "reports what failed, how often, and when it is tried next": (
+            f"{_MANAGER}::test_repeated_failure_is_said_and_tried_ever_more_slowly",
+        ),
+    },
+    13: {
+        "reads all waiting messages before it decides that a peer is gone": (
+            f"{_MONITOR}::test_a_monitor_that_was_stopped_names_no_engine",
+            "tests/engine/executor/test_worker_monitor.py"
+            "::test_a_monitor_that_slept_finds_no_worker_when_it_wakes",
+        ),
+        "A late turn of its loop counts as at most a quarter of the limit": (
+            "tests/coordinator/transport/test_listening_clock.py"
+            "::test_a_late_loop_counts_a_part_of_the_limit",
+        ),
+    },
+    14: {
+        "A process whose loop has ended exits with a traceback and status 70": (
+            "tests/configs/runtime/test_process.py"
+            "::test_the_process_exits_with_a_log_line_while_its_main_thread_sleeps",
+            "tests/cluster/test_background_task_failures.py"
+            "::test_an_ingress_whose_heartbeat_has_ended_ends",
+            "tests/engine/executor/test_background_task_failures.py"
+            "::test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits",
+            "tests/coordinator/test_service.py::test_a_loop_that_fails_ends_the_coordinator",
+        ),
+        "it is dropped and counted": (
+            "tests/engine/executor/test_background_task_failures.py"
+            "::test_a_malformed_command_is_dropped_and_counted",
+        ),
+        "An output that an ingress could not read is computed again": (
+            "tests/cluster/test_background_task_failures.py"
+            "::test_outputs_that_cannot_be_handled_are_computed_again",
+        ),
+    },
+    15: {
+        "another ingress computes it again with the same seed": (
+            "tests/cluster/api/responses/test_responses_background.py::test_another_ingress_takes_over_what_a_dead_one_computed",
+        ),
+        "leaves out the part that the client has": (
+            "tests/cluster/api/resumable/test_resumable_streams.py"
+            "::test_a_resumable_answer_is_the_answer_that_its_seed_gives",
+        ),
+    },
+    16: {
+        "Ingress and engine count the messages of their connection": (
+            f"{_CONNECTION}::test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is",
+        ),
+        "the ingress opens a new connection and continues its requests": (
+            f"{_FAILOVER}::test_lost_messages_are_computed_again",
+        ),
+        "A connection on which nothing arrives is closed within": (
+            "tests/simulator/test_connection_contract.py"
+            "::test_a_side_that_hears_nothing_gives_up_alone",
+        ),
+    },
+    17: {
+        "An ingress routes around an engine that it has not reached": (
+            f"{_CONNECTION}::test_an_engine_that_is_heard_and_does_not_answer_is_not_reached",
+            f"{_CLIENT}/routing/test_readiness.py"
+            "::test_an_engine_that_this_ingress_does_not_reach_is_not_ready",
+        ),
+    },
+    18: {
+        "says so in its replies to keep-alives": (
+            "tests/simulator/test_silent_coordinator.py"
+            "::test_an_ingress_is_not_ready_whose_engine_waits_for_the_coordinator",
+            f"{_CLIENT}/test_engine_core_client.py"
+            "::test_an_engine_that_waits_for_the_coordinator_is_not_used",
+        ),
+        "is detected by the missing replies. Neither gets requests": (
+            "tests/simulator/test_silent_coordinator.py"
+            "::test_a_request_leaves_an_engine_that_hangs_where_no_coordinator_sees_it",
+        ),
+    },
+    19: {
+        "kills the process when the loop has reported nothing for `cluster.stall_timeout_s`": (
+            "tests/cluster/test_watchdog.py::test_a_process_that_is_stopped_is_killed",
+            "tests/cluster/test_watchdog.py::test_a_loop_that_hangs_costs_its_process_its_life",
+            f"{_MATRIX}::test_dense_one_after_the_other",
+        ),
+        "not counting time in which the loop had no free core": (
+            "tests/cluster/test_watchdog.py::test_silence_is_time_in_which_the_loop_could_have_run",
+        ),
+        "terminates no manager, no ingress and no store": (
+            "tests/cluster/test_replica_options.py::test_an_outage_ends_no_replica",
+            "tests/e2e/test_two_hosts.py"
+            "::test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down",
+        ),
+    },
+    20: {
+        "it terminates every process of the Ray cluster that it has started": (
+            "tests/cluster/cli/start/test_ray_leftovers.py"
+            "::test_a_stopped_process_and_the_child_of_a_killed_one_are_ended",
+        ),
+    },
+}
+
+LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
+    "Where rounding depends on the batch": {},
+    "The client of an ingress that dies sees a cut connection.": {},
+    "A stopped ingress": {
+        "until its watchdog kills it, after `cluster.stall_timeout_s`": (
+            "tests/cluster/test_watchdog.py::test_a_process_that_is_stopped_is_killed",
+        ),
+        "after Serve's controller has received nothing from it for 90 s": (
+            "tests/cluster/test_replica_options.py::test_an_outage_ends_no_replica",
+        ),
+    },
+    "Several faults at once": {
+        "waits `cluster.start_timeout_s` for another one": (
+            f"{_FAILOVER}::test_a_request_does_not_wait_for_ever",
+        ),
+        "`serve.no_engine_timeout_s`; then the answer is a 503": (
+            f"{_FAILOVER}::test_a_request_does_not_wait_for_ever_for_the_first_engine",
+        ),
+    },
+    "The node.": {
+        "a lost node is the loss of all its engines at once": (
+            "tests/simulator/test_lost_control_host.py"
+            "::test_coordinator_and_manager_come_on_another_host",
+        ),
+    },
+    "Ray learns late that a host is lost": {
+        "`swell doctor` shows these settings and the resulting time": (
+            "tests/cluster/cli/doctor/test_run_checks.py"
+            "::test_the_settings_that_find_a_lost_host_are_named_where_all_is_well",
+        ),
+        "that is 65 s at most, with the files in `configs/ray` 90 s": (
+            "tests/test_reliability_page.py::test_the_times_of_health_checks_are_those_on_the_page",
+        ),
+    },
+    "A link that is down for longer than these checks take": {
+        "its node terminates when the link is back, with all its processes": (
+            "tests/simulator/test_ray.py"
+            "::test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when_it_learns_it",
+            "tests/simulator/test_ray.py::test_a_short_cut_ends_nothing",
+        ),
+    },
+    "An engine that the coordinator does not hear": {
+        "even if ingresses still reach it": (
+            f"{_STATE}::test_a_silent_engine_is_taken_out_and_named",
+        ),
+    },
+    "The host of Ray's GCS.": {},
+    "Answers without a seed": {
+        "with noise of a seed that the ingress chose": (
+            "tests/cluster/text/params/test_sampling_params.py"
+            "::test_a_request_without_seed_gets_one_of_63_bits",
+            f"{_CLIENT}/requests/test_request_state.py"
+            "::test_a_later_attempt_continues_after_the_outputs_on_any_engine",
+        ),
+    },
+    "A request that kills engines": {
+        "is given up after two (point 4)": (
+            f"{_FAILOVER}::test_a_request_that_costs_two_engines_goes_no_further",
+        ),
+        "whose outputs this ingress could not handle six times in a row": (
+            f"{_CLIENT}/requests/test_request_state.py"
+            "::test_only_what_may_be_the_reason_of_many_losses_is_given_up",
+        ),
+    },
+    "A link that loses messages ends no request": {
+        "the request is sent again until it is answered": (
+            "tests/simulator/test_flapping_link.py::test_no_request_fails",
+        ),
+    },
+}
+"""Limit -> claim -> tests. A limit is named by the bold words at its beginning."""
