@@ -11,14 +11,14 @@ from swell.coordinator.roster import Member
 def not_followed(rank: int, member: Member | None, epoch: int, waited_s: float) -> str:
     """Describes an engine that hangs in an older group."""
     name = f"engine {rank}" if member is None else named(member)
-    return f"{name} did not follow to the group of epoch {epoch} in {waited_s:.1f} s"
+    return f"{name} did not join the group of epoch {epoch} in {waited_s:.1f} s"
 
 
 def not_formed(newcomer: Member, waited_s: float, peers: Sequence[Member], said: str) -> str:
     """Describes a newcomer whose join is cancelled. `peers`: engines that it did not reach, or that
     did not reach it. `said`: the last reason that an engine reported for a failed group, or
     empty."""
-    said = said or "no engine reported why"
+    said = said or "no engine reported a reason"
     names = " and ".join(map(named, peers))
     why = f"no connection with {names} ({said})" if peers else said
     return f"no group formed with {named(newcomer)} in {waited_s:.1f} s: {why}"

@@ -12,9 +12,18 @@ from swell.coordinator.wire import ClusterView, EngineReport
 
 # swell_sync_seconds only increases, but as a counter its name would be swell_sync_seconds_total.
 _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
-    "swell_num_requests_running": ("Requests that hold a slot.", lambda r: r.running),
-    "swell_num_requests_waiting": ("Requests that wait for a slot.", lambda r: r.waiting),
-    "swell_kv_cache_usage_ratio": ("Share of KV blocks held.", lambda r: r.kv_usage),
+    "swell_num_requests_running": (
+        "Requests in the running batch of the engine.",
+        lambda r: r.running,
+    ),
+    "swell_num_requests_waiting": (
+        "Requests that wait for a place in the running batch.",
+        lambda r: r.waiting,
+    ),
+    "swell_kv_cache_usage_ratio": (
+        "Share of the KV blocks that are in use, from 0 to 1.",
+        lambda r: r.kv_usage,
+    ),
     "swell_adapters_loaded": (
         "Adapters in memory that requests have used.",
         lambda r: r.adapters_loaded,
@@ -24,43 +33,64 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
         lambda r: r.adapters_waited_for,
     ),
     "swell_engine_sleep_level": (
-        "How deeply the engine sleeps; 0: it is awake.",
+        "Sleep level of the engine; 0 if it is awake.",
         lambda r: r.sleep_level,
     ),
     "swell_expert_imbalance": (
-        "What the busiest worker computes of shared experts, over the mean.",
+        "Load of the busiest worker in shared experts, divided by the mean load.",
         lambda r: r.expert_imbalance,
     ),
-    "swell_sync_seconds": ("Time that steps waited for other engines.", lambda r: r.sync_s),
+    "swell_sync_seconds": ("Seconds that steps have waited for other engines.", lambda r: r.sync_s),
 }
 _COUNTERS: dict[str, tuple[str, Callable[[EngineReport], float]]] = {
-    "swell_engine_steps": ("Steps done.", lambda r: r.steps),
-    "swell_num_preemptions": ("Requests that lost their blocks.", lambda r: r.preemptions),
+    "swell_engine_steps": ("Steps that the engine has computed.", lambda r: r.steps),
+    "swell_num_preemptions": (
+        "Requests that lost their KV blocks, to other requests or with a worker.",
+        lambda r: r.preemptions,
+    ),
     "swell_prefix_cache_queries": (
-        "Prompt tokens looked up, once a request.",
+        "Prompt tokens looked up in the prefix cache, once for each request.",
         lambda r: r.prefix_queries,
     ),
-    "swell_prefix_cache_hits": ("Prompt tokens found.", lambda r: r.prefix_hits),
+    "swell_prefix_cache_hits": (
+        "Prompt tokens found in the prefix cache.",
+        lambda r: r.prefix_hits,
+    ),
     "swell_kv_offload_saved_blocks": (
-        "KV blocks that left the device for host memory or disk.",
+        "KV blocks copied from the device to host memory or disk.",
         lambda r: r.saved_blocks,
     ),
     "swell_kv_offload_loaded_blocks": (
-        "KV blocks that came back to the device.",
+        "KV blocks copied back to the device.",
         lambda r: r.loaded_blocks,
     ),
-    "swell_draft_tokens": ("Tokens guessed and computed ahead.", lambda r: r.drafts),
-    "swell_accepted_draft_tokens": ("Those of them that were right.", lambda r: r.accepted_drafts),
-    "swell_waves": ("Waves completed.", lambda r: r.waves),
-    "swell_dummy_steps": ("Lockstep steps without rows.", lambda r: r.dummy_steps),
-    "swell_engine_repairs": ("Workers replaced.", lambda r: r.repairs - r.wakes),
-    "swell_engine_wakes": ("Times that it woke up from sleep.", lambda r: r.wakes),
-    "swell_engine_resets": ("Times that groups broke.", lambda r: r.resets),
+    "swell_draft_tokens": ("Draft tokens that were proposed and verified.", lambda r: r.drafts),
+    "swell_accepted_draft_tokens": (
+        "Draft tokens that were accepted.",
+        lambda r: r.accepted_drafts,
+    ),
+    "swell_waves": ("Waves that have completed.", lambda r: r.waves),
+    "swell_dummy_steps": (
+        "Steps without requests, computed because other engines had some.",
+        lambda r: r.dummy_steps,
+    ),
+    "swell_engine_repairs": (
+        "Number of times that workers were replaced after a failure.",
+        lambda r: r.repairs - r.wakes,
+    ),
+    "swell_engine_wakes": (
+        "Number of times that the engine woke up from sleep.",
+        lambda r: r.wakes,
+    ),
+    "swell_engine_resets": (
+        "Number of times that the engine's groups failed and formed again.",
+        lambda r: r.resets,
+    ),
     "swell_nan_logits": (
-        "Requests that ended because logits were NaN or infinite.",
+        "Requests that failed because logits were NaN or infinite.",
         lambda r: r.nans_in_logits,
     ),
-    "swell_adapter_loads": ("Adapters loaded.", lambda r: r.adapter_loads),
+    "swell_adapter_loads": ("Adapters that were loaded.", lambda r: r.adapter_loads),
     "swell_adapter_load_failures": (
         "Adapters that could not be loaded.",
         lambda r: r.adapter_load_failures,
@@ -79,20 +109,20 @@ class ViewCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._view()
         yield GaugeMetricFamily("swell_epoch", "Epoch of the roster.", view.roster.epoch)
-        yield GaugeMetricFamily("swell_wave", "Current wave.", view.wave)
-        yield GaugeMetricFamily("swell_engines", "Engines.", len(view.roster.members))
+        yield GaugeMetricFamily("swell_wave", "Number of the current wave.", view.wave)
+        yield GaugeMetricFamily("swell_engines", "Engines in the roster.", len(view.roster.members))
         yield GaugeMetricFamily(
-            "swell_adapters", "Names of adapters loaded by operators.", len(view.adapters)
+            "swell_adapters", "Names of adapters that operators have loaded.", len(view.adapters)
         )
         yield GaugeMetricFamily(
             "swell_rescale_commit_seconds",
-            "How long the last change kept engines from stepping.",
+            "Seconds for which the last change of engines kept them from stepping.",
             view.commit_s,
         )
         yield CounterMetricFamily(
-            "swell_engine_stalls", "Engines found to have stopped.", view.stalls
+            "swell_engine_stalls", "Engines that were found to have stalled.", view.stalls
         )
-        text = "1 for the phase of the change of engines."
+        text = "1 for the current phase of the change of engines, 0 for the others."
         yield _phases("swell_rescale_phase", text, _PHASES, view.phase)
         yield from _scaling(view.scaling)
         yield from _upgrades(view.scaling.upgrade)
@@ -116,9 +146,9 @@ def _phases(name: str, text: str, phases: Sequence[str], current: str) -> Metric
 
 
 def _upgrades(status: UpgradeStatus) -> Iterator[Metric]:
-    text = "1 for the phase of the upgrade."
+    text = "1 for the current phase of the upgrade, 0 for the others."
     yield _phases("swell_upgrade_phase", text, _UPGRADE_PHASES, status.phase)
-    ended = CounterMetricFamily("swell_upgrades", "Upgrades that ended so.", labels=["result"])
+    ended = CounterMetricFamily("swell_upgrades", "Upgrades by their result.", labels=["result"])
     ended.add_metric(["done"], status.done)
     ended.add_metric(["failed"], status.failed)
     ended.add_metric(["cancelled"], status.cancelled)
@@ -126,18 +156,18 @@ def _upgrades(status: UpgradeStatus) -> Iterator[Metric]:
 
 
 def _scaling(counts: ScalingCounts) -> Iterator[Metric]:
-    yield GaugeMetricFamily("swell_engines_target", "Engines wanted.", counts.target)
+    yield GaugeMetricFamily("swell_engines_target", "Target number of engines.", counts.target)
     yield GaugeMetricFamily(
         "swell_engines_pending", "Engines that wait for room in the Ray cluster.", counts.pending
     )
     yield GaugeMetricFamily(
         "swell_draining_nodes",
-        "Hosts with engines that Ray will take away.",
+        "Hosts with engines that Ray will remove.",
         counts.draining_nodes,
     )
     decisions = CounterMetricFamily(
         "swell_autoscaler_decisions",
-        "Changes of the target by the autoscaler.",
+        "Changes of the target number of engines by the autoscaler.",
         labels=["direction"],
     )
     decisions.add_metric(["grow"], counts.grows)

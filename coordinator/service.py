@@ -246,7 +246,7 @@ class CoordinatorService:
                     self._on_message(peer, message)
                 except Exception as error:  # one peer's message must not stop the loop
                     what = type(message).__name__
-                    self._log.error("not handled", message_type=what, error=repr(error))
+                    self._log.error("message not handled", message_type=what, error=repr(error))
         now = self._runtime.now()
         self._probes.run(now)
         if self._recovering:
@@ -270,7 +270,9 @@ class CoordinatorService:
     def _change_for(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
         """Runs a change for a manager. A new coordinator that knows no manager accepts any."""
         if not self._state_machine.manager_state.is_led_by(by):
-            raise NotLeading(f"the manager {by.owner!r} does not lead")
+            raise NotLeading(
+                f"the manager {by.owner!r} no longer leads the cluster: a more recent one does"
+            )
         return self._change(step)
 
     def _keep(self, state: ManagerState) -> ManagerState:

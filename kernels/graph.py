@@ -76,5 +76,5 @@ class _OnlyViews(TorchDispatchMode):
         if name in _MAKERS:
             self.made.append(result)
         elif name not in _VIEWS:
-            raise NotCapturableError(f"torch's {name} is no operation that a replay could repeat")
+            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
         return result

@@ -110,7 +110,7 @@ def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
     ):
         if count > room:
             raise ValueError(
-                f"a step has {count} {what}, and there is room for {room}; the scheduler has lost "
+                f"a step has {count} {what}, but there is room for {room}: the scheduler has lost "
                 "count"
             )
 
@@ -119,6 +119,6 @@ def outside(row: int, slot: int, start: int, token_ids: Tensor) -> IndexError:
     """Returns the error for a row that is outside of the tables."""
     slots, length = token_ids.shape
     return IndexError(
-        f"row {row} of the step: slot {slot} from position {start} lies outside of the tables of "
+        f"row {row} of the step: slot {slot} from position {start} is outside the tables of "
         f"{slots} slots with {length} tokens each"
     )

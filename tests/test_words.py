@@ -1,4 +1,5 @@
-"""Docstrings and comments are plain English: the banned openings and phrases do not occur."""
+"""Docstrings, comments and messages are plain English: the banned openings and phrases do not
+occur."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import ast
 import io
 import re
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Container, Iterator, Sequence
 
 import pytest
 
@@ -23,7 +24,10 @@ CHECKED = (
     "tests",
     "worker",
 )
-"""Folders whose words are checked."""
+"""Folders whose docstrings and comments are checked."""
+
+MESSAGES_CHECKED = ("coordinator", "kernels", "package")
+"""Folders whose string literals are checked: errors, log lines, help texts, descriptions."""
 
 OPENINGS = re.compile(
     r"(Of|What|Those|It|Its|That|Which|Who|Whose|Whom|Whatever|Whoever|Whichever|Where|As|So|Else|By"
@@ -48,7 +52,16 @@ PHRASES = {
     "inverted clause": r"\b(nor|neither) (is|are|does|do|has|have|can)\b",
 }
 """Name -> a pattern that is not written, in any case."""
-_PHRASES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in PHRASES.items()}
+MESSAGE_PHRASES = PHRASES | {
+    "inverted negation": r"\b(is|are|was|were) no (?!longer\b|more\b|less\b)",
+    "are taken": r"\b(is|are) taken\b",
+    "lies outside": r"\blies? outside\b",
+    "outside of": r"\boutside of\b",
+}
+"""The same for messages, which may say "the model has no tokenizer", and more."""
+
+NOT_MESSAGES: dict[str, tuple[str, ...]] = {}
+"""File -> literals in it that only look like one of these phrases."""
 
 
 def prose(source: str) -> Iterator[tuple[int, str, bool]]:
@@ -70,31 +83,87 @@ def without_names(text: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"``?[^`]*``?", "`x`", text))
 
 
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each string literal of several words that is not a docstring. In an
+    f-string, `{}` stands for a value."""
+    docstrings = {text for _, text, is_docstring in prose(source) if is_docstring}
+    nodes: list[ast.AST] = [ast.parse(source)]
+    while nodes:
+        node = nodes.pop()
+        text = ""
+        if isinstance(node, ast.JoinedStr):
+            values = [part for part in node.values if isinstance(part, ast.FormattedValue)]
+            nodes += [value.value for value in values]
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        else:
+            nodes += ast.iter_child_nodes(node)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                text = node.value
+        if " " in text and text not in docstrings:
+            yield node.lineno, text
+
+
+def _complaints(line: int, text: str, is_opening: bool, phrases: dict[str, str]) -> Iterator[str]:
+    plain = without_names(text)
+    opening = OPENINGS.match(plain) if is_opening else None
+    if opening:
+        yield f"{line}: begins with {opening[0]!r}: {plain[:80]}"
+    for name, pattern in phrases.items():
+        for match in re.finditer(pattern, plain, re.IGNORECASE):
+            yield f"{line}: {name}: {plain[max(0, match.start() - 40) :][:100]}"
+
+
 def complaints(source: str) -> list[str]:
     """One line for each banned opening or phrase in a file's docstrings and comments."""
-    found = []
-    for line, text, is_docstring in prose(source):
-        plain = without_names(text)
-        opening = OPENINGS.match(plain) if is_docstring else None
-        if opening:
-            found.append(f"{line}: begins with {opening[0]!r}: {plain[:80]}")
-        for name, pattern in _PHRASES.items():
-            for match in pattern.finditer(plain):
-                found.append(f"{line}: {name}: {plain[max(0, match.start() - 40) :][:100]}")
-    return found
+    return [
+        complaint
+        for line, text, is_docstring in prose(source)
+        for complaint in _complaints(line, text, is_docstring, PHRASES)
+    ]
 
 
-NAMES = sorted(
-    str(path.relative_to(ROOT)) for folder in CHECKED for path in (ROOT / folder).rglob("*.py")
-)
+def message_complaints(source: str, exempt: Container[str] = ()) -> list[str]:
+    """One line for each banned opening or phrase in a file's string literals."""
+    return [
+        complaint
+        for line, text in messages(source)
+        if text not in exempt
+        for complaint in _complaints(line, text, True, MESSAGE_PHRASES)
+    ]
 
 
-@pytest.mark.parametrize("name", NAMES)
+def names(folders: Sequence[str]) -> list[str]:
+    """Paths of the Python files in folders."""
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(str(path.relative_to(ROOT)) for path in paths)
+
+
+@pytest.mark.parametrize("name", names(CHECKED))
 def test_words_are_plain(name: str) -> None:
     assert complaints((ROOT / name).read_text()) == []
+
+
+@pytest.mark.parametrize("name", names(MESSAGES_CHECKED))
+def test_messages_are_plain(name: str) -> None:
+    assert message_complaints((ROOT / name).read_text(), NOT_MESSAGES.get(name, ())) == []
 
 
 def test_complaints() -> None:
     assert complaints('"""Of a request."""') == ["1: begins with 'Of': Of a request."]
     assert len(complaints("# This is no queue, which is to be seen anew.")) == 3
     assert complaints('"""Returns the queue. There is no other: `so many alone`."""') == []
+
+
+def test_message_complaints() -> None:
+    source = 'raise ValueError(f"{name} is no folder; at most {limit} are taken" + "seen anew")'
+    assert message_complaints(source) == [
+        "1: anew: seen anew",
+        "1: inverted negation: {} is no folder; at most {} are taken",
+        "1: are taken: {} is no folder; at most {} are taken",
+    ]
+    assert len(message_complaints("""text = f"{'is no folder' if a else b} is there" """)) == 1
+    assert message_complaints(source, {"seen anew", "{} is no folder; at most {} are taken"}) == []
+    assert message_complaints('"""Is no queue."""\ntext = "the model has no tokenizer"') == []
+    assert len(message_complaints('text = "Those of them that were right."')) == 1

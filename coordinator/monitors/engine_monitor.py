@@ -75,7 +75,7 @@ class EngineMonitor:
         }
         if silent:
             return [
-                StalledEngine(rank, f"engine {rank} was silent for {time_s:.1f} s")
+                StalledEngine(rank, f"engine {rank} sent no report for {time_s:.1f} s")
                 for rank, time_s in silent.items()
             ]
         stuck = self._monitor.without_progress_s(STUCK_FACTOR * self._limit_s)
@@ -85,7 +85,7 @@ class EngineMonitor:
             stuck |= self._stepping_without_progress()
         behind = min(stuck, key=self._monitor.counter)
         self._monitor.excuse(stuck)  # the others waited for it: their time restarts
-        reason = f"engine {behind} had work but no progress for {stuck[behind]:.1f} s"
+        reason = f"engine {behind} had work but made no progress for {stuck[behind]:.1f} s"
         return [StalledEngine(behind, reason)]
 
     def _stepping_without_progress(self) -> dict[int, float]:

@@ -108,7 +108,10 @@ class Authenticator:
     def _refuse(self, connection: int) -> None:
         refused = self._pending.refused
         if refused.bit_count() == 1:  # the first, the second, the fourth ...
-            self._log.warning("connection refused: too many are unauthenticated", refused=refused)
+            self._log.warning(
+                "connection refused: too many connections are not authenticated yet",
+                refused=refused,
+            )
         _shut_down(connection)
 
 

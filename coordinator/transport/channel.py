@@ -168,7 +168,9 @@ class Inbox(Generic[M]):
                 if error.errno != zmq.EADDRINUSE:
                     raise
             if attempt % _LOG_EVERY_ATTEMPTS == 0:
-                StructuredLogger("coordinator.channel").warning("address is taken", address=address)
+                StructuredLogger("coordinator.channel").warning(
+                    "address is in use", address=address
+                )
             time.sleep(_RETRY_S)
 
     def send(self, peer: bytes, message: Any) -> None:

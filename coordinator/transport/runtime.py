@@ -200,4 +200,4 @@ def drive(work: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     work.close()
-    raise RuntimeError("a loop waited for something that its runtime does not offer")
+    raise RuntimeError("the coroutine waited for something that this runtime cannot wait for")

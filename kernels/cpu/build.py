@@ -67,8 +67,8 @@ def _load_once() -> ctypes.CDLL | Exception:
             return ctypes.CDLL(str(_built(home)))
     except Exception as error:
         _log.warning(
-            "CPU kernels are not available, plain torch takes their place (several times slower "
-            "attention): %s. Install g++ 12 or later to get them.",
+            "CPU kernels are not available (%s): torch computes instead, with several times "
+            "slower attention. Install g++ 12 or later to compile them.",
             error,
         )
         return error
@@ -83,8 +83,8 @@ def _cache() -> Iterator[Path]:
         yield home
         return
     _log.warning(
-        "no home that can be written: CPU kernels are compiled for this process alone; set "
-        "SWELL_CACHE to a folder that stays"
+        "the home folder cannot be written: CPU kernels are compiled for this process only; set "
+        "SWELL_CACHE to a permanent folder to keep them"
     )
     with tempfile.TemporaryDirectory(prefix="swell-kernels-") as folder:
         yield Path(folder)
@@ -161,7 +161,7 @@ def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
 
 
 def _first_error(text: str) -> str:
-    lines = text.strip().splitlines() or ["no message"]
+    lines = text.strip().splitlines() or ["no error message"]
     return next((line for line in lines if "error" in line), lines[0])
 
 

@@ -65,9 +65,7 @@ class Recording:
         rows = getattr(arguments, function.rows)
         if rows not in self._sizes:
             sizes = " or ".join(map(str, self._sizes))
-            raise NotCapturableError(
-                f"{function.name} computes {rows} rows, where there should be {sizes}"
-            )
+            raise NotCapturableError(f"{function.name} computes {rows} rows; expected {sizes}")
         self._recorded_calls.append(
             _RecordedCall(function, arguments, used, self._sizes.index(rows))
         )

@@ -89,5 +89,5 @@ def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Te
     ).written  # fmt: skip
     if done < count:
         raise IndexError(
-            f"slot {slots[done]}, position {positions[done]} lies outside of the table of tokens"
+            f"slot {slots[done]}, position {positions[done]} is outside the table of tokens"
         )

@@ -131,7 +131,7 @@ def test_samples_have_room_and_tokens_of_their_row(name):
     gather = backend(name).make_gather(ids, table, BLOCK, out)
     assert gather([0, 1], [0, 0], [3, 3], [2, 1]).samples == 3
     assert out.samples.tolist() == [[1, 2, 5], [0, 0, 1], [2, 3, 3]]
-    with pytest.raises(ValueError, match="4 samples, and there is room for 3"):
+    with pytest.raises(ValueError, match="4 samples, but there is room for 3"):
         gather([0, 1], [0, 0], [3, 3], [2, 2])
     with pytest.raises(IndexError, match="row 0 of the step"):
         gather([0], [0], [2], [3])
@@ -144,5 +144,5 @@ def test_a_step_that_does_not_fit_is_an_error(name, rows, count, what):
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
     gather = backend(name).make_gather(ids, table, BLOCK, out)
-    with pytest.raises(ValueError, match=f"{what}, and there is room for 2"):
+    with pytest.raises(ValueError, match=f"{what}, but there is room for 2"):
         gather(list(range(rows)), [0] * rows, [count] * rows, [True] * rows)

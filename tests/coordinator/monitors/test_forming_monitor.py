@@ -200,7 +200,7 @@ def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
         LIMIT_S + 2 * TICK_S, lambda rank: old if rank == behind else cluster.epoch, lambda _: 0
     )
     [stalled] = cluster.machine.stalled_engines
-    assert stalled.rank == behind and "did not follow to the group" in stalled.reason
+    assert stalled.rank == behind and "did not join the group" in stalled.reason
     assert member(behind).address.tcp.removeprefix("tcp://") in stalled.reason
     assert cluster.forming == (0, 2) and cluster.machine.roster.ranks == [0]
 
