@@ -58,7 +58,7 @@ MESSAGE_PHRASES = PHRASES | {
     "lies outside": r"\blies? outside\b",
     "outside of": r"\boutside of\b",
 }
-"""The same for messages, which may say "the model has no tokenizer", and more."""
+"""Banned phrases of messages. "The model has none" is allowed in a message."""
 
 NOT_MESSAGES: dict[str, tuple[str, ...]] = {}
 """File -> literals in it that only look like one of these phrases."""
