@@ -354,7 +354,7 @@ def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
         dense.tick(now)
     assert dense.roster.ranks == [0]
     [stalled] = dense.stalled_engines
-    assert stalled.rank == 1 and "silent" in stalled.reason
+    assert stalled.rank == 1 and "sent no report" in stalled.reason
     assert dense.view().stalls == 1
 
 
