@@ -7,7 +7,7 @@ results are returned as an `AsyncModelRunnerOutput`.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,71 +88,80 @@ def with_tokens_alone(row: NewRequest) -> NewRequest:
     return replace_fields(with_default_params(row), prompt_embeds=None, adapter="")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelRunnerArgs:
+    """The parts that a model runner works with."""
+
+    model: Any
+    """This worker's stage and tensor part (see `worker/models`); its attention layers are bound to
+    caches."""
+    mesh: Mesh
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    max_model_len: int
+    """Tokens of the longest sequence."""
+    device: torch.device
+    tokenizer_path: str = ""
+    """The folder of the tokenizer."""
+    pooler: Pooler | None = None
+    """Set if the model pools."""
+    offload: OffloadStore | None = None
+    """The store of offloaded blocks."""
+    block_files: BlockFiles | None = None
+    """Reads and writes blocks that engines hand over."""
+    draft_tokens: int = 0
+    """The most draft tokens of a step."""
+    adapters: NoAdapters = NO_ADAPTERS
+    """The adapters in the model's layers."""
+    routes: RouteRecorder | None = None
+    """Set if the choices of experts are recorded."""
+    draft_model: NoDraftModel = NO_DRAFT_MODEL
+    """Proposes the next tokens of rows."""
+    dp_sync: DPSync = field(default_factory=DPSync)
+    """Synchronizes the steps of engines that share experts."""
+
+
 class ModelRunner:
     """Executes plans in the order in which they arrive. Every worker of an engine gets each plan.
 
-    `model` is this worker's stage and tensor part (see `worker/models`); its attention layers are
-    bound to caches. All tensor ranks of the last stage sample the same tokens from the same logits;
-    one of them, `is_output_rank`, returns them.
+    All tensor ranks of the last stage sample the same tokens from the same logits; one of them,
+    `is_output_rank`, returns them.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        mesh: Mesh,
-        scheduler: SchedulerConfig,
-        cache: CacheConfig,
-        max_model_len: int,
-        device: torch.device,
-        model_path: str = "",
-        pooler: Pooler | None = None,
-        offload: OffloadStore | None = None,
-        block_files: BlockFiles | None = None,
-        draft_tokens: int = 0,
-        adapters: NoAdapters = NO_ADAPTERS,
-        routes: RouteRecorder | None = None,
-        draft_model: NoDraftModel = NO_DRAFT_MODEL,
-        dp_sync: DPSync | None = None,
-    ) -> None:
-        """`max_model_len`: tokens of the longest sequence; `model_path`: the folder of the
-        tokenizer; `pooler`: set if the model pools; `offload`: the store of offloaded blocks;
-        `block_files`: reads and writes blocks that engines hand over; `draft_tokens`: the most
-        draft tokens of a step; `adapters`: the adapters in the model's layers; `routes`: set if the
-        choices of experts are recorded; `draft_model`: proposes the next tokens of rows; `dp_sync`:
-        set if the engine shares experts."""
-        self.model = model
-        self.mesh = mesh
-        self.states = RequestStates(scheduler.max_rows, max_model_len, device)
-        self.blocks = BlockTables(scheduler.max_rows, max_model_len, cache.block_tokens, device)
+    def __init__(self, args: ModelRunnerArgs) -> None:
+        model, mesh, device = args.model, args.mesh, args.device
+        scheduler, block_tokens = args.scheduler, args.cache.block_tokens
+        rows, max_model_len = scheduler.max_rows, args.max_model_len
+        self.model, self.mesh = model, mesh
+        self.states = RequestStates(rows, max_model_len, device)
+        self.blocks = BlockTables(rows, max_model_len, block_tokens, device)
         workers = mesh.tensor.size * mesh.pipeline.size
         self._row_ends = RowEnds.of(self.states.token_ids, workers)
-        self._offload = offload
-        self._block_files = block_files
+        self._offload = args.offload
+        self._block_files = args.block_files
         self._device = device
         self.failed = FailedRows()
-        self.sampler = Sampler(self.states, model.vocab_size, model_path, self.failed, mesh.tensor)
+        self.sampler = Sampler(
+            self.states, model.vocab_size, args.tokenizer_path, self.failed, mesh.tensor
+        )
         self.readers: list[HiddenStatesReader] = (
             make_readers(model, self.states)
-            if pooler is None
-            else [PoolingReader(pooler, self.states)]
+            if args.pooler is None
+            else [PoolingReader(args.pooler, self.states)]
         )
-        self.routes = routes
-        if routes is not None:
-            self.readers.append(RoutedExpertsReader(routes, self.states, self.blocks))
+        self.routes = args.routes
+        if self.routes is not None:
+            self.readers.append(RoutedExpertsReader(self.routes, self.states, self.blocks))
         width = getattr(model, "embedding_width", None)
         self.prompt_embeds = PromptEmbedsTable(width, device, mesh.is_first_stage)
-        max_tokens = max(scheduler.max_tokens_per_step, scheduler.max_rows)
-        self.adapters = AdapterSlots(adapters, max_tokens, device)
+        step_tokens = scheduler.max_tokens_per_step
+        self.adapters = AdapterSlots(args.adapters, max(step_tokens, rows), device)
         self.feedback = make_feedback(mesh, self.states)
-        self.dp_sync = dp_sync or DPSync()
-        self.batches = BatchBuilder(
-            self.states, self.blocks, scheduler.max_tokens_per_step, draft_tokens
-        )
+        self.dp_sync = args.dp_sync
+        self.batches = BatchBuilder(self.states, self.blocks, step_tokens, args.draft_tokens)
         self._model_step = make_forward(model, self.states, mesh)
-        self._reads_all = routes is not None or draft_model.reads_hidden
-        self._draft_runner = draft_model.make_runner(
-            self.states, self.blocks, scheduler.max_tokens_per_step
-        )
+        self._reads_all = self.routes is not None or args.draft_model.reads_hidden
+        self._draft_runner = args.draft_model.make_runner(self.states, self.blocks, step_tokens)
         # The engine does not plan further ahead than this, so an older send has been received.
         self._pending_sends = PendingSends(scheduler.steps_in_flight)
         self._copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -40,7 +40,7 @@ from swell.worker.moe.dp_sync import make_dp_sync
 from swell.worker.moe.experts import rebalance
 from swell.worker.moe.routed_experts import RouteRecorder
 from swell.worker.pool.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
-from swell.worker.runner import ModelRunner
+from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.step import kv_cache
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
@@ -103,8 +103,7 @@ class Worker:
         """The arguments of `init_cache`."""
         self._sleeping_weights: SleepingWeights | None = None
         self._freed_bytes = 0  # while the worker sleeps
-        self._text_path = config.model.path
-        """The folder of the tokenizer."""
+        self._tokenizer_path = config.model.path
         self._weights = WeightsSource(config.model.path, 0)
         self._shape: ModelShape | None = None
         self._stores = Stores(self._host, config.cluster)
@@ -349,23 +348,24 @@ class Worker:
         """Starts with empty slots and an unused KV cache."""
         assert self.mesh is not None and self._cache_size is not None
         self._progress_counter, self.runner = self.progress_counter, None
-        self.runner = ModelRunner(
-            self.model,
-            self.mesh,
-            self.config.scheduler,
-            self.config.cache,
-            self._cache_size[1],
-            self.device,
-            self._text_path,
-            self.pooler,
-            self._offload,
-            self._block_files,
-            self.config.drafts.step_tokens,
-            self.adapters,
-            self._routes,
-            self.draft_model,
-            make_dp_sync(self.model, self.mesh, self.config.parallel, self._count_progress),
+        args = ModelRunnerArgs(
+            model=self.model,
+            mesh=self.mesh,
+            scheduler=self.config.scheduler,
+            cache=self.config.cache,
+            max_model_len=self._cache_size[1],
+            device=self.device,
+            tokenizer_path=self._tokenizer_path,
+            pooler=self.pooler,
+            offload=self._offload,
+            block_files=self._block_files,
+            draft_tokens=self.config.drafts.step_tokens,
+            adapters=self.adapters,
+            routes=self._routes,
+            draft_model=self.draft_model,
+            dp_sync=make_dp_sync(self.model, self.mesh, self.config.parallel, self._count_progress),
         )
+        self.runner = ModelRunner(args)
 
     def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
         self._count_progress()

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -84,12 +85,22 @@ class EngineSnapshot(msgspec.Struct, frozen=True):
         )
 
 
-class CoordinatorClient:
-    """Sends messages of the engine's loop, repeats reports, and passes commands to the loop.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineCallbacks:
+    """Functions of the engine that run on the client's thread and must not block."""
 
-    `progress_counter`, `num_requests`, `abort_collectives` and `on_command` run on the client's
-    thread and must not block. A command is in `commands` when `on_command` is called for it.
-    """
+    progress_counter: Callable[[], int]
+    """Returns the engine's progress counter."""
+    num_requests: Callable[[], int]
+    """Returns the number of requests in the engine."""
+    abort_collectives: Callable[[], None]
+    """Interrupts a step whose peers may be gone."""
+    on_command: Callable[[], None]
+    """Called when a command is in `CoordinatorClient.commands`."""
+
+
+class CoordinatorClient:
+    """Sends messages of the engine's loop, repeats reports, and passes commands to the loop."""
 
     def __init__(
         self,
@@ -98,11 +109,7 @@ class CoordinatorClient:
         coordinator: ChannelAddress,
         keys: ChannelKeys,
         snapshot: EngineSnapshot,
-        *,
-        progress_counter: Callable[[], int],
-        num_requests: Callable[[], int],
-        abort_collectives: Callable[[], None],
-        on_command: Callable[[], None],
+        engine: EngineCallbacks,
         find: FindCoordinator = find_nothing,
     ) -> None:
         self._runtime = runtime
@@ -114,8 +121,7 @@ class CoordinatorClient:
         self._heartbeat_s = min(config.heartbeat_s, config.stall_timeout_s / 4)
         self._outlet: Outlet[EngineCommand] = runtime.outlet(coordinator, EngineCommand, keys)
         self._snapshot = snapshot
-        self._progress_counter, self._num_requests = progress_counter, num_requests
-        self._abort_collectives, self._on_command = abort_collectives, on_command
+        self._engine = engine
         self._messages: queue.SimpleQueue[list[CoordinatorMessage]] = queue.SimpleQueue()
         self._newest_epoch = 0
         self._report: EngineReport | None = None
@@ -208,7 +214,7 @@ class CoordinatorClient:
         is_due = self._standalone_monitor.check(
             seen.phase,
             seen.epoch,
-            self._progress_counter(),
+            self._engine.progress_counter(),
             self._runtime.now(),
             may_serve=seen.member.rank in seen.ranks
             and self._newest_epoch <= seen.epoch
@@ -216,9 +222,9 @@ class CoordinatorClient:
         )
         if is_due:
             if seen.phase is not Phase.PAUSED:  # otherwise it is not inside a collective
-                self._abort_collectives()
+                self._engine.abort_collectives()
             self.commands.put(ServeAlone(seen.epoch))
-            self._on_command()
+            self._engine.on_command()
 
     def _send_messages(self) -> None:
         while not self._messages.empty():
@@ -238,8 +244,8 @@ class CoordinatorClient:
             self._outlet.send(
                 msgspec.structs.replace(
                     report,
-                    waiting=max(0, self._num_requests() - report.running),
-                    progress_counter=self._progress_counter(),
+                    waiting=max(0, self._engine.num_requests() - report.running),
+                    progress_counter=self._engine.progress_counter(),
                     roster_epoch=self._kept.roster_epoch,
                 )
             )
@@ -257,7 +263,7 @@ class CoordinatorClient:
             self._newest_epoch = max(self._newest_epoch, command.epoch)
             self._abort_if_behind()
         self.commands.put(command)
-        self._on_command()
+        self._engine.on_command()
 
     def _keep(self, heartbeat: CoordinatorHeartbeat) -> None:
         """Merges a heartbeat into the stored state: a new coordinator may know less than its
@@ -277,4 +283,4 @@ class CoordinatorClient:
         heartbeat, because groups that were just about to be formed missed an earlier abort."""
         seen = self._snapshot
         if self._newest_epoch > seen.epoch and seen.phase is not Phase.PAUSED:
-            self._abort_collectives()
+            self._engine.abort_collectives()

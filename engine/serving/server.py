@@ -33,6 +33,7 @@ from swell.engine.scheduling.step_builder import StartedRequest
 from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.serving.coordinator_client import (
     CoordinatorClient,
+    EngineCallbacks,
     EngineSnapshot,
     LoopCommand,
     ServeAlone,
@@ -101,10 +102,12 @@ class EngineServer:
             coordinator,
             keys,
             EngineSnapshot.of(self.member, core.wave_member),
-            progress_counter=lambda: core.progress,
-            num_requests=lambda: len(core.scheduler.requests) + core.adapters.num_held,
-            abort_collectives=core.executor.abort,
-            on_command=self._waker.wake,
+            EngineCallbacks(
+                progress_counter=lambda: core.progress,
+                num_requests=lambda: len(core.scheduler.requests) + core.adapters.num_held,
+                abort_collectives=core.executor.abort,
+                on_command=self._waker.wake,
+            ),
             find=find_coordinator,
         )
         self._stopping = self.keeps_core = False

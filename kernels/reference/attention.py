@@ -3,6 +3,8 @@ result and is not fast."""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,15 @@ from swell.kernels.attention import AttentionMetadata
 MAX_ELEMENTS = 1 << 25
 """The most elements of the scores, and of the gathered keys and values in float32, that exist at
 once. It limits how many rows, and queries of a row, are computed together."""
+
+
+class _Scoring(NamedTuple):
+    """How scores are computed and masked; see `swell.kernels.attention.paged_attention`."""
+
+    scale: float
+    window: int
+    softcap: float
+    lookahead: int
 
 
 def paged_attention(
@@ -34,12 +45,11 @@ def paged_attention(
     scores, kv = context * heads * queries, 3 * context * kv_heads * q.shape[2]
     per_row = max(scores, kv, meta.max_query_tokens * heads * q.shape[2])
     chunk = max(1, MAX_ELEMENTS // max(1, per_row))
+    scoring = _Scoring(scale, window, softcap, lookahead)
     for first in range(0, rows if context and meta.max_query_tokens else 0, chunk):
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
-        answer = _attend_rows(
-            q, k_cache, v_cache, meta, first, last, queries, scale, window, softcap, lookahead
-        )
+        answer = _attend_rows(q, k_cache, v_cache, meta, range(first, last), queries, scoring)
         # Selected with a mask: only the device knows how many tokens the chunk has.
         inside = (row >= first) & (row < last)
         answer = answer[(row - first).clamp(0, last - first - 1), index]
@@ -52,16 +62,12 @@ def _attend_rows(
     k_cache: Tensor,
     v_cache: Tensor,
     meta: AttentionMetadata,
-    first: int,
-    last: int,
+    rows: range,
     at_once: int,
-    scale: float,
-    window: int,
-    softcap: float,
-    lookahead: int,
+    scoring: _Scoring,
 ) -> Tensor:
-    """Computes the rows first .. last - 1, padded to Q query and C context tokens, `at_once`
-    queries at a time."""
+    """Computes these rows, padded to Q query and C context tokens, `at_once` queries at a time."""
+    first, last = rows.start, rows.stop
     device, queries, context = q.device, meta.max_query_tokens, meta.max_context_tokens
     kv_heads, block_tokens = k_cache.shape[1:3]
     group = q.shape[1] // kv_heads
@@ -88,14 +94,14 @@ def _attend_rows(
     ):
         # The queries of a group attend to the same keys: [B, kv_heads, group * Q, C], then split
         # again
-        scores = part_q.flatten(2, 3) @ rows_k.transpose(-1, -2) * scale
+        scores = part_q.flatten(2, 3) @ rows_k.transpose(-1, -2) * scoring.scale
         scores = scores.unflatten(2, (group, -1))
-        if softcap > 0:
-            scores = softcap * torch.tanh(scores / softcap)
-        seen = key_index <= part_position[:, :, None] + lookahead  # [B, Q, C]
+        if scoring.softcap > 0:
+            scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+        seen = key_index <= part_position[:, :, None] + scoring.lookahead  # [B, Q, C]
         seen &= key_index < total[:, None, None]
-        if window > 0:
-            seen &= key_index > part_position[:, :, None] - window
+        if scoring.window > 0:
+            seen &= key_index > part_position[:, :, None] - scoring.window
         scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
         answer = torch.softmax(scores, dim=-1).flatten(2, 3) @ rows_v
         parts.append(answer.unflatten(2, (group, -1)))

@@ -27,7 +27,7 @@ from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.scheduling.step_builder import ScheduledStep
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, EngineMessage
 from swell.worker.comm.mesh import Mesh, SoloGroup
-from swell.worker.runner import ModelRunner
+from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import (
     ModelRunnerOutput,
@@ -174,7 +174,15 @@ class ZeroModel:
 def worker_side(rows: int, context: int) -> dict[str, float]:
     """Returns the microseconds of a step on a worker whose model costs nothing."""
     mesh = Mesh(0, 0, SoloGroup(), SoloGroup(), SoloGroup())
-    runner = ModelRunner(ZeroModel(), mesh, _SCHEDULER, _CACHE, MAX_MODEL_LEN, torch.device("cpu"))
+    args = ModelRunnerArgs(
+        model=ZeroModel(),
+        mesh=mesh,
+        scheduler=_SCHEDULER,
+        cache=_CACHE,
+        max_model_len=MAX_MODEL_LEN,
+        device=torch.device("cpu"),
+    )
+    runner = ModelRunner(args)
     scheduler, clock = new_scheduler(rows, context), Clock()
     _admit(scheduler, runner)
     for _ in range(WARMUP_STEPS + STEPS):

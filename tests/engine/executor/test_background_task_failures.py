@@ -32,7 +32,11 @@ from swell.engine.executor import ExecutorError, GroupBroken
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.inproc import WorkerThread
 from swell.engine.serving import actor
-from swell.engine.serving.coordinator_client import CoordinatorClient, EngineSnapshot
+from swell.engine.serving.coordinator_client import (
+    CoordinatorClient,
+    EngineCallbacks,
+    EngineSnapshot,
+)
 from swell.worker.comm.groups import GroupError
 from swell.worker.comm.transport import PeerWaiter
 from swell.worker.loop import HeartbeatThread as WorkerHeartbeatThread
@@ -79,7 +83,12 @@ class Line:
             **broken,
         }
         self.client = CoordinatorClient(
-            CONFIG.cluster, THREADS, self.inbox.address, keys, snapshot, **callbacks
+            CONFIG.cluster,
+            THREADS,
+            self.inbox.address,
+            keys,
+            snapshot,
+            EngineCallbacks(**callbacks),
         )
         self.client.start()
 

@@ -17,7 +17,7 @@ from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.attention import Attention
-from swell.worker.runner import ModelRunner
+from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step import kv_cache
 from swell.worker.step.block_tables import BlockTables
@@ -209,9 +209,15 @@ def expected(tokens: list[int], count: int) -> list[int]:
 
 def make_runner(mesh: Mesh, steps_in_flight: int = 2) -> ModelRunner:
     scheduler = SchedulerConfig(max_rows=ROWS, steps_in_flight=steps_in_flight)
-    return ModelRunner(
-        SumModel(mesh), mesh, scheduler, CacheConfig(block_tokens=BLOCK), LENGTH, CPU
+    args = ModelRunnerArgs(
+        model=SumModel(mesh),
+        mesh=mesh,
+        scheduler=scheduler,
+        cache=CacheConfig(block_tokens=BLOCK),
+        max_model_len=LENGTH,
+        device=CPU,
     )
+    return ModelRunner(args)
 
 
 FIRST, SECOND, THIRD = [11, 12, 13], [50], [7, 8, 9, 10, 11]
