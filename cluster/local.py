@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from swell.cluster.text.prompt.generation_request import (
     Conversation,
     GenerationRequest,
 )
-from swell.cluster.text.prompt.input_processor import InputProcessor, RequestParams
+from swell.cluster.text.prompt.input_processor import InputProcessor, ProcessedRequest
 from swell.cluster.text.prompt.offline_inputs import cut_to, each_of, fields_of, inputs_of
 from swell.cluster.text.prompt.pooling_processor import (
     Input,
@@ -97,6 +98,7 @@ class LLM:
             routed_experts=self.config.model.routed_experts,
             schema_keywords=self.config.serve.schema_keywords,
         )
+        self._ids = map(str, itertools.count())
         self._adapters = adapters_of(self.config.lora)
         self._loaded = LoadedAdapters(self.config.lora, self.config.model.served_name)
 
@@ -123,7 +125,11 @@ class LLM:
         )
         requests = [
             GenerationRequest(
-                **given, params=params, prompt_field=field, adapter=self._adapter(name)
+                **given,
+                params=params,
+                prompt_field=field,
+                adapter=self._adapter(name),
+                external_req_id=next(self._ids),
             )
             for given, params, field, name in zip(
                 each,
@@ -160,6 +166,7 @@ class LLM:
                 prompt_field="messages",
                 tokenize_options=TEMPLATE_TEXT,
                 adapter=self._adapter(adapter),
+                external_req_id=next(self._ids),
             )
             for turns, params in zip(
                 conversations, self._params(sampling_params, len(conversations)), strict=True
@@ -322,7 +329,7 @@ class LLM:
             params = self.get_default_sampling_params()
         return each_of("sampling params", params, SamplingParams, count)
 
-    def _process(self, requests: Sequence[GenerationRequest]) -> list[RequestParams]:
+    def _process(self, requests: Sequence[GenerationRequest]) -> list[ProcessedRequest]:
         """Check and process all requests."""
         if self._pooling is not None:
             raise generation_refusal(self._pooling.spec)
@@ -333,7 +340,14 @@ class LLM:
         if self._pooling is None:
             raise pooling_refusal()
         whole = self._pooling.process(request)
-        each = [replace(whole, prompts=[prompt]) for prompt in whole.prompts]
+        each = [
+            replace(
+                whole,
+                requests=[replace(one, external_req_id=next(self._ids))],
+                prompt_texts=[None],
+            )
+            for one in whole.requests
+        ]
         return self._engine.run(each, use_tqdm)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,7 @@ from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import RequestOutput, RequestOutputKind
 from swell.cluster.client.requests.parallel_sampling import ParentRequest
 from swell.cluster.text.model_folder import check
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import Config
 from swell.configs.sleep_check import sleep_refusal
@@ -38,7 +37,6 @@ class LocalEngine:
         self.core = EngineCore(config, executor, self.limits)
         self.processor = OutputProcessor(detokenizer)
         self._detokenizer = detokenizer
-        self._ids = itertools.count()
         self._clean = True
         """Nothing is left of an earlier call."""
         self._folders: list[tempfile.TemporaryDirectory[str]] = []
@@ -96,12 +94,15 @@ class LocalEngine:
             self._folders.remove(folder)
             folder.cleanup()
 
-    def run(self, processed: Sequence[RequestParams], use_tqdm: bool) -> list[RequestOutput]:
-        """Run all requests: each one is completed, or dropped after an error. Raises RuntimeError
-        while the engine sleeps."""
+    def run(self, processed: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Run all requests, each with one prompt and an id of its own: each one is completed, or
+        dropped after an error. Raises RuntimeError while the engine sleeps."""
         if level := self.core.sleep_level:
             raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
-        parents = {str(next(self._ids)): ParentRequest(one.params, _KIND) for one in processed}
+        parents = {
+            str(one.requests[0].external_req_id): ParentRequest(one.params, _KIND)
+            for one in processed
+        }
         if not self._clean:  # an interrupt came while the last call was cleaning up
             self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
@@ -109,8 +110,8 @@ class LocalEngine:
             try:
                 self._clean = False
                 answers: dict[str, RequestOutput] = {}
-                for external_id, one in zip(parents, processed, strict=True):
-                    self._submit(external_id, one)
+                for one in processed:
+                    self._submit(one)
                 while self.core.has_work:
                     for outputs in self.core.step().values():
                         done = self.processor.process_outputs(outputs)
@@ -127,18 +128,18 @@ class LocalEngine:
                 raise
         return [answers[external_id] for external_id in parents]
 
-    def _submit(self, external_id: str, request_params: RequestParams) -> None:
-        (prompt,) = request_params.prompts
-        for child in request_params.children(external_id, prompt):
+    def _submit(self, processed: ProcessedRequest) -> None:
+        (prompt,) = processed.prompt_texts
+        for index, one in enumerate(processed.requests):
             self.processor.add_request(
-                child.core,
-                child.params,
+                one,
+                processed.params,
                 kind=_KIND,
-                index=child.child_index,
-                prompt=child.prompt_text,
-                text_start=request_params.text_start,
+                index=index,
+                prompt=prompt,
+                text_start=processed.text_start,
             )
-            refused = self.core.add_request(child.core, _CLIENT)
+            refused = self.core.add_request(one, _CLIENT)
             assert refused is None, refused
 
     def _collect_output(

@@ -46,7 +46,7 @@ from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.text.prompt.generation_request import GenerationRequest
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
@@ -194,9 +194,10 @@ class Ingress:
         convert: Callable[[Any, Mapping[str, Any]], GenerationRequest],
         body: Any,
         identity: AnswerIdentity,
-    ) -> RequestParams:
+    ) -> ProcessedRequest:
         work = partial(convert, body, self.services.sampling_defaults)
-        processing = self.services.process(work, body_bytes(request), identity, body.model)
+        size = body_bytes(request)
+        processing = self.services.process(request, work, size, identity, body.model)
         params = await with_deadline(request, processing)
         warn_of_keywords(request, params.ignored_keywords)
         return params

@@ -16,10 +16,11 @@ from swell.cluster.api.answers.request_recorder import RequestRecorder
 from swell.cluster.api.answers.serving_handler import ServingHandler
 from swell.cluster.api.bodies.body_reader import BodyReader
 from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
-from swell.cluster.api.routing import arm_keep_alive
+from swell.cluster.api.routing import arm_keep_alive, request_id
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.tracing.exporter import make_exporter
+from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
@@ -28,7 +29,7 @@ from swell.cluster.client.requests.deadline import deadline_of
 from swell.cluster.client.requests.request_history import RequestHistory
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest
-from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, RequestParams
+from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, ProcessedRequest
 from swell.cluster.text.prompt.offload import OffloadPools
 from swell.cluster.text.prompt.pooling_processor import generation_refusal, pooling_refusal
 from swell.cluster.text.prompt.text_services import TextServices
@@ -118,23 +119,30 @@ class Services:
 
     async def process(
         self,
+        request: Request,
         convert: Callable[[], GenerationRequest],
         size_bytes: int,
         identity: AnswerIdentity,
         model: str | None,
-    ) -> RequestParams:
-        """Returns the parameters of the request that `convert` makes. `model` is the name in its
-        body. Raises BadRequest."""
+    ) -> ProcessedRequest:
+        """Returns the engine requests of the request that `convert` makes. `model` is the name in
+        its body. Raises BadRequest."""
         adapter = identity.adapter
         if adapter is None:
             self.check_model(model)  # it may have been unloaded a moment ago
             adapter = self._adapter_of(model)
+        id, headers = request_id(request), trace_headers(request) or None
 
         def work() -> GenerationRequest:
             made = convert()
             salt = self.access.prefix_salt(identity.owner, made.cache_salt)
             return msgspec.structs.replace(
-                made, random=identity.random, adapter=adapter, cache_salt=salt
+                made,
+                external_req_id=id,
+                trace_headers=headers,
+                random=identity.random,
+                adapter=adapter,
+                cache_salt=salt,
             )
 
         return await self.input_processor.process(work, size_bytes)

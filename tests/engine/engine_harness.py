@@ -241,20 +241,19 @@ class EngineHarness:
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
         parent, answer = ParentRequest(request_spec.params, kind), Answer(self._tolerance)
         self._submitted.append((parent, kind, answer))
-        params = llm._input_processor.process(
+        processed = llm._input_processor.process(
             GenerationRequest(
                 prompt=Conversation(messages=talk),
                 params=request_spec.params,
                 tokenize_options=TEMPLATE_TEXT,
+                external_req_id=str(number),
             )
         )
-        (prompt,) = params.prompts
-        for child in params.children(str(number), prompt):
-            request = child.core
-            place = (at + child.child_index) % len(self._engines)
+        for index, request in enumerate(processed.requests):
+            place = (at + index) % len(self._engines)
             collector = RequestOutputCollector(kind, request.request_id)
             self._processor.add_request(
-                request, child.params, kind=kind, queue=collector, index=child.child_index
+                request, processed.params, kind=kind, queue=collector, index=index
             )
             self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
             for chunk in self._chunks_before(request):

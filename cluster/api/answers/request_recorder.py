@@ -16,7 +16,7 @@ from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
 from swell.cluster.api.tracing.exporter import TraceExporter
 from swell.cluster.api.tracing.trace_context import trace_headers
 from swell.cluster.client.requests.request_history import RequestHistory, RequestRecord
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 
 
 class RequestRecorder:
@@ -29,7 +29,7 @@ class RequestRecorder:
         self._ingress = ingress
 
     def record(
-        self, request: Request, params: RequestParams, answer: AnswerWriter, ending: ExitStack
+        self, request: Request, processed: ProcessedRequest, answer: AnswerWriter, ending: ExitStack
     ) -> RequestRecord:
         """Returns the record of a request that begins now. The record is closed by `ending`."""
         now_s = time.monotonic()
@@ -43,15 +43,15 @@ class RequestRecorder:
             received_at=time.time() - (now_s - came_s),
         )
         self._history.begin(record)
-        ending.callback(self._end, record, params, trace_headers(request))
+        ending.callback(self._end, record, processed, trace_headers(request))
         return record
 
     def _end(
-        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+        self, record: RequestRecord, processed: ProcessedRequest, headers: Mapping[str, str]
     ) -> None:
         self._history.end(record, time.monotonic())
         if record.journeys:
-            self._traces.export(record, params, headers)
+            self._traces.export(record, processed, headers)
 
     def find(self, id: str) -> list[RequestStory]:
         """Returns the requests of this ingress that clients know by this id, oldest first."""

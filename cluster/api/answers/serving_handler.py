@@ -1,4 +1,4 @@
-"""Turns request parameters into an answer: submits child requests, and gathers or streams their
+"""Turns processed requests into answers: submits their engine requests, and gathers or streams the
 outputs."""
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from swell.cluster.api.answers.response_writer import (
     usage_of,
 )
 from swell.cluster.api.keep_alive import keep_alive_of
-from swell.cluster.api.routing import json_response, request_id
-from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.api.routing import json_response
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.requests.answer_version import AnswerVersion
 from swell.cluster.client.requests.deadline import Deadline
@@ -38,7 +37,7 @@ from swell.cluster.client.requests.outputs import (
 from swell.cluster.client.requests.request_history import RequestRecord
 from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.text.params.sampling_params import bad_value
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.offload import OffloadPool
 
 _SUBMIT_BATCH_TOKENS = 20_000
@@ -56,7 +55,7 @@ class ServingHandler:
         self._recorder = recorder
 
     async def pool(
-        self, request: Request, request_params: RequestParams, answer: AnswerWriter
+        self, request: Request, processed: ProcessedRequest, answer: AnswerWriter
     ) -> Any:
         """Submits everything, then returns the whole answer. Raises TooManyWaiting."""
         self._llm.check_admission()
@@ -64,37 +63,37 @@ class ServingHandler:
         kind = RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
             identity = new_identity(request)
-            await self._begin(request, request_params, kind, answer, states, ending, identity)
-            outputs = MergedOutputs(states, request_params.params, kind)
+            await self._begin(request, processed, kind, answer, states, ending, identity)
+            outputs = MergedOutputs(states, processed.params, kind)
             return await self._whole(request, outputs, answer, ending)
 
     async def answer(
         self,
         request: Request,
-        request_params: RequestParams,
+        processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Any:
         """Submits everything, then returns the whole answer or a stream. Raises TooManyWaiting."""
         self._llm.check_admission()
-        return await self.handle_admitted(request, request_params, answer, identity)
+        return await self.handle_admitted(request, processed, answer, identity)
 
     async def handle_admitted(
         self,
         request: Request,
-        request_params: RequestParams,
+        processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Any:
         """Does the same for a request that was admitted before, perhaps by an ingress that has
         terminated."""
         states: list[RequestState] = []
-        kind = RequestOutputKind.DELTA if request_params.stream else RequestOutputKind.FINAL_ONLY
+        kind = RequestOutputKind.DELTA if processed.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
-            await self._begin(request, request_params, kind, answer, states, ending, identity)
+            await self._begin(request, processed, kind, answer, states, ending, identity)
             merge = OutputsInTurn if identity.is_repeatable else MergedOutputs
-            outputs = merge(states, request_params.params, kind)
-            if not request_params.stream:
+            outputs = merge(states, processed.params, kind)
+            if not processed.stream:
                 return await self._whole(request, outputs, answer, ending)
             # The status line waits for the first token, so that an earlier failure gets a status of
             # its own, but it waits at most `serve.keep_alive_s`.
@@ -119,7 +118,7 @@ class ServingHandler:
     async def _begin(
         self,
         request: Request,
-        request_params: RequestParams,
+        processed: ProcessedRequest,
         kind: RequestOutputKind,
         answer: AnswerWriter,
         states: list[RequestState],
@@ -128,10 +127,10 @@ class ServingHandler:
     ) -> None:
         """Records and submits everything. Closing `ending` aborts the requests that have not
         finished."""
-        record = self._recorder.record(request, request_params, answer, ending)
+        record = self._recorder.record(request, processed, answer, ending)
         # Nobody reads the outputs of unfinished requests after `ending` is closed.
         ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
-        await self._submit(request, request_params, kind, states, record, identity)
+        await self._submit(request, processed, kind, states, record, identity)
         self._arm_deadline_timer(request, states, ending)
 
     async def _whole(
@@ -150,38 +149,37 @@ class ServingHandler:
     async def _submit(
         self,
         request: Request,
-        request_params: RequestParams,
+        processed: ProcessedRequest,
         kind: RequestOutputKind,
         states: list[RequestState],
         record: RequestRecord,
         identity: AnswerIdentity,
     ) -> None:
-        """Submits all children of all prompts and appends them to `states`, so that the caller can
+        """Submits all engine requests and appends their states to `states`, so that the caller can
         abort them if this fails halfway. Other tasks run in between."""
-        self._check_rank(request_params.data_parallel_rank)
-        headers, id = trace_headers(request) or None, request_id(request)
+        self._check_rank(processed.requests[0].data_parallel_rank)
         work, version = 0, AnswerVersion(identity.begun_version)
         collector = TokenQueue if identity.is_repeatable else RequestOutputCollector
-        for prompt in request_params.prompts:
-            for child in request_params.children(id, prompt, trace_headers=headers):
-                states.append(
-                    self._llm.submit(
-                        child.core,
-                        child.params,
-                        kind,
-                        child.child_index,
-                        prompt=child.prompt_text,
-                        text_start=request_params.text_start,
-                        answer_version=version,
-                        collector=collector,
-                        make_content_parser=request_params.make_content_parser,
-                    )
+        for number, one in enumerate(processed.requests):
+            prompt, child = divmod(number, processed.params.num_children)
+            states.append(
+                self._llm.submit(
+                    one,
+                    processed.params,
+                    kind,
+                    child,
+                    prompt=processed.prompt_texts[prompt],
+                    text_start=processed.text_start,
+                    answer_version=version,
+                    collector=collector,
+                    make_content_parser=processed.make_content_parser,
                 )
-                record.journeys.append(states[-1].journey)
-                work += _CHILD_OVERHEAD_TOKENS + len(prompt.token_ids)
-                if work > _SUBMIT_BATCH_TOKENS:
-                    work = 0
-                    await asyncio.sleep(0)
+            )
+            record.journeys.append(states[-1].journey)
+            work += _CHILD_OVERHEAD_TOKENS + len(one.prompt_token_ids)
+            if work > _SUBMIT_BATCH_TOKENS:
+                work = 0
+                await asyncio.sleep(0)
 
     def _arm_deadline_timer(
         self, request: Request, states: Sequence[RequestState], ending: ExitStack

@@ -27,7 +27,8 @@ from swell.cluster.api.pooling.serving import (
 )
 from swell.cluster.api.routing import request_id, route
 from swell.cluster.api.services import Services
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, PoolingRequest
 
 
@@ -91,13 +92,19 @@ class PoolingRoutes:
         writer = RerankWriter(id, self._model, body, pairs, embeds=embeds)
         return await self._serving.pool(request, params, writer)
 
-    async def _process(self, request: Request, make: Callable[[], PoolingRequest]) -> RequestParams:
-        """Returns the parameters of a request. A long body is tokenized in a thread."""
+    async def _process(
+        self, request: Request, make: Callable[[], PoolingRequest]
+    ) -> ProcessedRequest:
+        """Returns the engine requests of a request. A long body is tokenized in a thread."""
         owner = self._access.check_user(request)
+        id, headers = request_id(request), trace_headers(request) or None
 
-        def process() -> RequestParams:
+        def process() -> ProcessedRequest:
             made = make()
             salt = self._access.prefix_salt(owner, made.cache_salt)
-            return self._pooling.process(msgspec.structs.replace(made, cache_salt=salt))
+            made = msgspec.structs.replace(
+                made, external_req_id=id, trace_headers=headers, cache_salt=salt
+            )
+            return self._pooling.process(made)
 
         return await with_deadline(request, self._offload.run_sized(body_bytes(request), process))

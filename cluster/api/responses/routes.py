@@ -55,7 +55,7 @@ from swell.cluster.api.store.response_store import (
 )
 from swell.cluster.api.store.store_calls import owner_of, store_key
 from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, bad_value
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.configs.runtime.secret import HoldsSecrets, SecretText
 
 _PAGE_ITEMS = 20
@@ -129,7 +129,7 @@ class ResponseRoutes:
         chat, items = await self._services.offloads.bodies.run_sized(
             size, _conversation, body, found
         )
-        params = await with_deadline(request, self._process_chat(chat, size, identity))
+        params = await with_deadline(request, self._process_chat(request, chat, size, identity))
         warn_of_keywords(request, map(name_of, params.ignored_keywords))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
         answer = _Answer(store_key(owner, response.id), items, body, response)
@@ -146,7 +146,7 @@ class ResponseRoutes:
         return json_response(response, headers=served)
 
     def _writer(
-        self, answer: _Answer, params: RequestParams, identity: AnswerIdentity
+        self, answer: _Answer, params: ProcessedRequest, identity: AnswerIdentity
     ) -> ResponsesWriter:
         body = answer.body
         logprobs = body.top_logprobs or 0 if LOGPROBS in (body.include or ()) else None
@@ -161,11 +161,15 @@ class ResponseRoutes:
         )
 
     async def _process_chat(
-        self, chat: ChatCompletionRequest, size_bytes: int, identity: AnswerIdentity
-    ) -> RequestParams:
+        self,
+        request: Request,
+        chat: ChatCompletionRequest,
+        size_bytes: int,
+        identity: AnswerIdentity,
+    ) -> ProcessedRequest:
         convert = partial(to_generation_request, chat, self._services.sampling_defaults)
         try:
-            return await self._services.process(convert, size_bytes, identity, chat.model)
+            return await self._services.process(request, convert, size_bytes, identity, chat.model)
         except BadRequest as error:
             raise error.renamed(name_of) from None
 
@@ -225,14 +229,14 @@ class ResponseRoutes:
         self,
         request: Request,
         answer: _Answer,
-        params: RequestParams,
+        params: ProcessedRequest,
         writer: ResponsesWriter,
         identity: AnswerIdentity,
     ) -> Response | EventStreamResponse:
         """Begins a background response. The reply says `queued`, or is a stream. Later requests see
         `in_progress`, also while the response waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
-        job = make_job(request, answer.body, params.adapter)
+        job = make_job(request, answer.body, params.requests[0].adapter)
         again = detached_request(job)
         again.state.deadline = getattr(request.state, "deadline", None)
         handle = partial(self._services.serving.answer, again, params, identity=identity)
@@ -257,7 +261,7 @@ class ResponseRoutes:
             new_identity(again, owner_of(begun.id)), adapter=begun.job.adapter
         )
         try:
-            params = await self._process_chat(chat, size, identity)
+            params = await self._process_chat(again, chat, size, identity)
         except BadRequest as error:  # this ingress has other limits
             response.fail(f"it could not be taken over by another ingress: {error}")
             return await self._finalize(answer)

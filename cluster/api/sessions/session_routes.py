@@ -32,7 +32,7 @@ from swell.cluster.api.store.session_store import Session
 from swell.cluster.client.requests.deadline import Deadline
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest, SessionPrefix
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.schema.decode import decode
 from swell.configs.runtime.secret import SecretText
 
@@ -100,10 +100,10 @@ class SessionRoutes:
         request: Request,
         identity: AnswerIdentity,
         chunk: OpenChunk,
-    ) -> RequestParams:
+    ) -> ProcessedRequest:
         size = body_bytes(request) + chunk.session.size_bytes
         convert = partial(self._convert, body, chunk)
-        processing = self._services.process(convert, size, identity, body.model)
+        processing = self._services.process(request, convert, size, identity, body.model)
         params = await with_deadline(request, _of_session(processing, chunk))
         warn_of_keywords(request, params.ignored_keywords)
         return params
@@ -114,12 +114,12 @@ class SessionRoutes:
         request: Request,
         identity: AnswerIdentity,
         chunk: OpenChunk,
-        params: RequestParams,
+        params: ProcessedRequest,
     ) -> Any:
-        (prompt,) = params.prompts
+        (sent,) = params.requests
 
         async def commit(answer_ids: Sequence[int], engines: str) -> None:
-            ids, rank = [*prompt.token_ids, *answer_ids], int(engines.rpartition(",")[2])
+            ids, rank = [*sent.prompt_token_ids, *answer_ids], int(engines.rpartition(",")[2])
             if identity.is_repeatable and not chunk.is_last:
                 if chunk.has(ids):
                     return
@@ -178,7 +178,9 @@ class SessionRoutes:
         )
 
 
-async def _of_session(processing: Awaitable[RequestParams], chunk: OpenChunk) -> RequestParams:
+async def _of_session(
+    processing: Awaitable[ProcessedRequest], chunk: OpenChunk
+) -> ProcessedRequest:
     """Returns the result of `processing`. If the prompt is too long, the error says how many of its
     tokens belong to the session."""
     try:

@@ -16,7 +16,7 @@ from itertools import chain, repeat
 from swell.cluster.api.tracing.spans import Span, TracedRequest, request_attributes, spans_of
 from swell.cluster.api.tracing.trace_context import trace_context
 from swell.cluster.client.requests.request_history import RequestRecord
-from swell.cluster.text.prompt.input_processor import RequestParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.offload import OffloadPool
 from swell.configs.runtime.log import StructuredLogger
 
@@ -37,7 +37,7 @@ class TraceExporter:
     """Accepts finished requests. This base class does nothing: no collector is configured."""
 
     def export(
-        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+        self, record: RequestRecord, processed: ProcessedRequest, headers: Mapping[str, str]
     ) -> None:
         """Queues a finished request. `headers` are the trace headers of the caller's request."""
 
@@ -65,7 +65,7 @@ class OtlpExporter(TraceExporter):
         self._log = StructuredLogger("cluster.ingress")
 
     def export(
-        self, record: RequestRecord, params: RequestParams, headers: Mapping[str, str]
+        self, record: RequestRecord, processed: ProcessedRequest, headers: Mapping[str, str]
     ) -> None:
         parent = trace_context(headers)
         if parent is not None and not parent.sampled:
@@ -74,11 +74,12 @@ class OtlpExporter(TraceExporter):
         if self._queued_answers + answers > MAX_QUEUED_ANSWERS:
             self._count(DROPPED, 1)
             return
+        prompts = processed.requests[:: processed.params.num_children]
         attributes = request_attributes(
-            params.params,
-            prompt_tokens=sum(len(prompt.token_ids) for prompt in params.prompts),
-            max_tokens=max(prompt.max_tokens for prompt in params.prompts),
-            stream=params.stream,
+            processed.params,
+            prompt_tokens=sum(len(one.prompt_token_ids) for one in prompts),
+            max_tokens=max(one.max_tokens for one in prompts),
+            stream=processed.stream,
         )
         self._queue.append(TracedRequest(record=record, parent=parent, attributes=attributes))
         self._queued_answers += answers

@@ -14,10 +14,8 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.params.field_path import PathNames
-from swell.configs.lora import Adapter
 from swell.configs.shown import shown as shown
-from swell.engine.wire import EngineCoreRequest
-from swell.worker.sampler_wire import Grammar, PoolingParams, PromptEmbeds, SamplerParams
+from swell.worker.sampler_wire import SamplerParams
 
 SAMPLING_EPS = 1e-5
 """Lower temperatures become 0: dividing logits by them overflows float32, and the answer would be
@@ -154,87 +152,39 @@ def bad_value(path: str, value: object, problem: str, code: str | None = None) -
     return BadRequest(f"{path}={shown(value)} {problem}", path, code)
 
 
-def child_sampling_params(params: SamplingParams) -> list[SamplingParams]:
-    """Returns the parameters of each child. Child i samples with `seed + i`, modulo 2**63 or,
-    without a seed, with a random one that is chosen later. Children whose answers will be ranked
-    return log probabilities."""
-    if params.n == 1 and params.best_of is None:
-        return [params]
-    is_ranked = params.num_children > params.n and params.logprobs is None
-    return [
-        msgspec.structs.replace(
-            params,
-            n=1,
-            best_of=None,
-            seed=None if params.seed is None else (params.seed + i) % 2**SEED_BITS,
-            logprobs=0 if is_ranked else params.logprobs,
-        )
-        for i in range(params.num_children)
-    ]
-
-
 def internal_request_id(external_req_id: str) -> str:
     """Returns a unique id for the engines: users may send the same id twice."""
     return f"{external_req_id}-{secrets.token_hex(8)}"
 
 
-def to_core_request(
-    params: SamplingParams,
-    *,
-    external_req_id: str,
-    prompt_token_ids: list[int],
-    max_tokens: int,
-    eos_token_ids: list[int],
-    bad_words: list[list[int]] | None = None,
-    grammar: Grammar | None = None,
-    priority: int = 0,
-    cache_salt: str | None = None,
-    data_parallel_rank: int | None = None,
-    trace_headers: dict[str, str] | None = None,
-    pooling: PoolingParams | None = None,
-    skip_prefix_cache: bool = False,
-    prompt_embeds: PromptEmbeds | None = None,
-    adapter: Adapter | None = None,
-) -> EngineCoreRequest:
-    """Returns the engine's form of validated parameters.
+def sampler_params(
+    params: SamplingParams, child_index: int = 0, bad_words: list[list[int]] | None = None
+) -> SamplerParams:
+    """Returns the engine's form of validated parameters, for one child. `bad_words` are those of
+    `params` as token ids.
 
-    `max_tokens` is the resolved limit (`PromptProcessor.resolve_max_tokens`); `bad_words` and
-    `grammar` are the converted texts of `params`. A request without a seed gets a random one here,
-    once: a resubmission to another engine must continue the same random stream.
+    Child i samples with `seed + i`, modulo 2**63. Without a seed it gets a random one here, once: a
+    resubmission to another engine must continue the same random stream. Children whose answers will
+    be ranked return log probabilities.
     """
-    seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-    sampler = SamplerParams(
+    is_ranked = params.num_children > params.n and params.logprobs is None
+    return SamplerParams(
         temperature=0.0 if params.temperature < SAMPLING_EPS else float(params.temperature),
         top_k=max(params.top_k, 0) if params.top_p else 1,
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
-        seed=seed & (2**SEED_BITS - 1),
+        seed=(
+            secrets.randbits(SEED_BITS)
+            if params.seed is None
+            else (params.seed + child_index) % 2**SEED_BITS
+        ),
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),
         logit_bias=params.logit_bias,
         bad_words=bad_words or [],
         allowed_token_ids=params.allowed_token_ids or [],
-        logprobs=params.logprobs,
+        logprobs=0 if is_ranked else params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        grammar=grammar,
-        pooling=pooling,
         routed_experts=params.return_routed_experts,
-    )
-    return EngineCoreRequest(
-        request_id=internal_request_id(external_req_id),
-        prompt_token_ids=prompt_token_ids,
-        sampler=sampler,
-        max_tokens=max_tokens,
-        min_tokens=params.min_tokens,
-        eos_token_ids=[] if params.ignore_eos else eos_token_ids,
-        stop_token_ids=list(params.stop_token_ids),
-        priority=priority,
-        cache_salt=cache_salt,
-        data_parallel_rank=data_parallel_rank,
-        trace_headers=trace_headers,
-        external_req_id=external_req_id,
-        skip_prefix_cache=skip_prefix_cache or params.prompt_logprobs is not None,
-        prompt_embeds=prompt_embeds,
-        adapter=adapter,
     )

@@ -76,6 +76,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: int | None = None
     adapter: Adapter | None = None
     """The adapter that answers; None for the model without an adapter."""
+    external_req_id: str = ""
+    """The id that the client knows."""
+    trace_headers: dict[str, str] | None = None
+    """W3C trace headers of the HTTP request."""
     random: Random = SYSTEM_RANDOM
     """Source of the random ids of tool calls."""
 

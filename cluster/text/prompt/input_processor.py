@@ -1,10 +1,9 @@
-"""Converts a request to what engines get: template, tokens, limits, grammar."""
+"""Converts a request to the requests that engines get: template, tokens, limits, grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,8 +15,8 @@ from swell.cluster.text.params.sampling_params import (
     BadRequest,
     SamplingParams,
     bad_value,
-    child_sampling_params,
-    to_core_request,
+    internal_request_id,
+    sampler_params,
 )
 from swell.cluster.text.params.validate_params import (
     check_num_children,
@@ -29,7 +28,6 @@ from swell.cluster.text.prompt.generation_request import (
     Conversation,
     GenerationRequest,
     Prompt,
-    SessionPrefix,
 )
 from swell.cluster.text.prompt.model_formats import AnswerFormat, ModelFormats
 from swell.cluster.text.prompt.offload import OffloadPools
@@ -45,9 +43,8 @@ from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
-from swell.configs.lora import Adapter
 from swell.engine.wire import EngineCoreRequest, PrefixHint
-from swell.worker.sampler_wire import Grammar, PoolingParams
+from swell.worker.sampler_wire import Grammar
 
 TAIL_TOKENS = 16
 """Number of last prompt tokens that are searched for reasoning opened by the template."""
@@ -59,117 +56,37 @@ CompileGrammar = Callable[[], Grammar]
 """Compiles a grammar; raises `BadRequest`."""
 
 
-class ProcessedPrompt(NamedTuple):
-    token_ids: list[int]
-    text: str | None
-    """The prompt's text, if it was sent as text or `echo` needs it."""
-    max_tokens: int
-    """Maximum number of tokens of an answer."""
-    segment_start: int = 0
-    """See `PoolingParams`."""
-    embeds: EmbedsPrompt | None = None
-    """The prompt, if it is embeddings; `token_ids` are then placeholders of the same length."""
+class ProcessedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The requests to engines that together answer a `GenerationRequest` or a `PoolingRequest`, and
+    how their outputs are read."""
 
-
-class ChildRequest(msgspec.Struct, frozen=True):
-    """The request for one answer to one prompt."""
-
-    core: EngineCoreRequest
+    requests: list[EngineCoreRequest]
+    """The requests of the first prompt, one for each answer (`params.num_children`), then those of
+    the next prompt."""
+    prompt_texts: list[str | None]
+    """The text of each prompt, if it was sent as text or `echo` needs it."""
     params: SamplingParams
-    """The parameters of this answer."""
-    child_index: int
-    """Index among the answers to its prompt."""
-    prompt_text: str | None
-
-
-class RequestParams(msgspec.Struct, frozen=True, kw_only=True):
-    """A `GenerationRequest` in tokens and numbers, validated."""
-
-    prompts: list[ProcessedPrompt]
     text_start: TextStart
-    params: SamplingParams
-    eos_token_ids: list[int]
-    bad_words: list[list[int]]
     make_parser: Callable[[], Parser]
     """Creates the parser of one answer."""
     make_content_parser: Callable[[], Parser] | None = None
     """See `AnswerFormat`."""
     stream: bool
-    priority: int
-    cache_salt: str | None
-    data_parallel_rank: int | None
-    grammar: Grammar | None = None
-    pooling: PoolingParams | None = None
-    """Set if the prompts are pooled, and nothing is sampled."""
-    skip_prefix_cache: bool = False
-    """Whether every token of a prompt is computed."""
-    adapter: Adapter | None = None
-    """See `GenerationRequest`; `cache_salt` then includes the adapter."""
-    prefix: SessionPrefix | None = None
-    """See `GenerationRequest`; the prompt includes the prefix."""
     ignored_keywords: dict[str, None] = {}
     """Paths of schema keywords that are not enforced; complete after the grammar is compiled."""
 
-    def with_grammar(self, grammar: Grammar) -> RequestParams:
-        return msgspec.structs.replace(self, grammar=grammar)
-
-    def children(
-        self,
-        external_req_id: str,
-        prompt: ProcessedPrompt,
-        *,
-        trace_headers: dict[str, str] | None = None,
-    ) -> list[ChildRequest]:
-        """Returns the request of each answer to `prompt`, which is one of `prompts`."""
-        return [
-            ChildRequest(
-                self._of_session(
-                    to_core_request(
-                        params,
-                        external_req_id=external_req_id,
-                        prompt_token_ids=prompt.token_ids,
-                        max_tokens=prompt.max_tokens,
-                        eos_token_ids=self.eos_token_ids,
-                        bad_words=self.bad_words,
-                        grammar=self.grammar,
-                        priority=self.priority,
-                        cache_salt=self._salt(prompt),
-                        data_parallel_rank=self.data_parallel_rank,
-                        trace_headers=trace_headers,
-                        pooling=self._pooling(prompt),
-                        skip_prefix_cache=self.skip_prefix_cache,
-                        prompt_embeds=None if prompt.embeds is None else prompt.embeds.embeds,
-                        adapter=self.adapter,
-                    )
-                ),
-                params,
-                index,
-                prompt.text,
-            )
-            for index, params in enumerate(child_sampling_params(self.params))
+    def with_grammar(self, grammar: Grammar) -> ProcessedRequest:
+        replace = msgspec.structs.replace
+        requests = [
+            replace(request, sampler=replace(request.sampler, grammar=grammar))
+            for request in self.requests
         ]
-
-    def _salt(self, prompt: ProcessedPrompt) -> str | None:
-        if prompt.embeds is None:
-            return self.cache_salt
-        return salt_of(prompt.embeds.digest, self.cache_salt)
-
-    def _of_session(self, core: EngineCoreRequest) -> EngineCoreRequest:
-        """Keeps the KV of a session's request, and names the engine that answered it last."""
-        if (prefix := self.prefix) is None:
-            return core
-        hint = None if prefix.rank is None else PrefixHint(prefix.rank, len(prefix.token_ids))
-        return msgspec.structs.replace(core, keep_blocks=True, prefix_hint=hint)
-
-    def _pooling(self, prompt: ProcessedPrompt) -> PoolingParams | None:
-        if self.pooling is None or not prompt.segment_start:
-            return self.pooling
-        return msgspec.structs.replace(self.pooling, segment_start=prompt.segment_start)
+        return replace(self, requests=requests)
 
 
 class InputProcessor(msgspec.Struct, frozen=True):
-    """Converts a `GenerationRequest` to `RequestParams` for one model, for HTTP and for `LLM`. Safe
-    to call from several threads."""
+    """Converts a `GenerationRequest` to a `ProcessedRequest` for one model, for HTTP and for `LLM`.
+    Safe to call from several threads."""
 
     prompts: PromptProcessor
     detokenizer: Detokenizer
@@ -190,12 +107,12 @@ class InputProcessor(msgspec.Struct, frozen=True):
     schema_keywords: str = "refuse"
     """`serve.schema_keywords`, for use without `formats`."""
 
-    def process(self, request: GenerationRequest) -> RequestParams:
+    def process(self, request: GenerationRequest) -> ProcessedRequest:
         """Converts a request, and compiles its grammar, which may be slow. Raises `BadRequest`."""
         processed, compiles = self.prepare(request)
         return processed if compiles is None else processed.with_grammar(compiles())
 
-    def prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
+    def prepare(self, request: GenerationRequest) -> tuple[ProcessedRequest, CompileGrammar | None]:
         """Converts a request; also returns a function that compiles its grammar, or None. Raises
         `BadRequest`, with the names that the request uses for its fields."""
         try:
@@ -203,7 +120,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
         except BadRequest as error:
             raise error.renamed(rename_roots(request.param_names)) from None
 
-    def _prepare(self, request: GenerationRequest) -> tuple[RequestParams, CompileGrammar | None]:
+    def _prepare(
+        self, request: GenerationRequest
+    ) -> tuple[ProcessedRequest, CompileGrammar | None]:
         check_priority(request.priority, self.policy)
         prompts = self._tokenize(request)
         answer = self._answer_format(request, prompts)
@@ -214,39 +133,73 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if request.embeds:
             check_params(params, request.embeds, request.prompt_field, echo=request.echo)
         params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)
-        processed_prompts = self._processed_prompts(request, params, prompts)
+        max_tokens = self._max_tokens(request, params, prompts)
         if params.return_routed_experts:
-            self._check_routed_experts(processed_prompts, params.num_children)
-        processed = RequestParams(
-            prompts=processed_prompts,
+            self._check_routed_experts(params, sum(map(len, prompts)) + sum(max_tokens))
+        processed = ProcessedRequest(
+            requests=self._engine_requests(request, params, prompts, max_tokens),
+            prompt_texts=self._prompt_texts(request, params, prompts),
             text_start=_text_start(request),
             params=params,
-            eos_token_ids=self.eos_token_ids,
-            bad_words=bad_words_token_ids(
-                self.prompts.tokenizer, params.bad_words, vocab_size=vocab_size
-            ),
             make_parser=answer.make_parser,
             make_content_parser=answer.make_content_parser,
             stream=request.stream,
-            priority=request.priority,
-            cache_salt=_salt(request),
-            data_parallel_rank=request.data_parallel_rank,
-            adapter=request.adapter,
-            prefix=request.prefix,
             ignored_keywords=answer.keywords.ignored,
         )
         return processed, answer.grammar
 
-    def _check_routed_experts(self, prompts: list[ProcessedPrompt], num_children: int) -> None:
+    def _engine_requests(
+        self,
+        request: GenerationRequest,
+        params: SamplingParams,
+        prompts: list[list[int]],
+        max_tokens: list[int],
+    ) -> list[EngineCoreRequest]:
+        """Returns the requests to engines, without their grammar. The requests of a session keep
+        their KV, and name the engine that answered the session last."""
+        prefix, hint = request.prefix, None
+        if prefix is not None and prefix.rank is not None:
+            hint = PrefixHint(prefix.rank, len(prefix.token_ids))
+        bad_words = bad_words_token_ids(
+            self.prompts.tokenizer, params.bad_words, vocab_size=self.prompts.vocab_size
+        )
+        salt = _salt(request)
+        embeds: Sequence[EmbedsPrompt | None] = request.embeds or [None] * len(prompts)
+        return [
+            EngineCoreRequest(
+                request_id=internal_request_id(request.external_req_id),
+                prompt_token_ids=token_ids,
+                sampler=sampler_params(params, index, bad_words),
+                max_tokens=limit,
+                min_tokens=params.min_tokens,
+                eos_token_ids=[] if params.ignore_eos else self.eos_token_ids,
+                stop_token_ids=params.stop_token_ids,
+                priority=request.priority,
+                cache_salt=salt if sent is None else salt_of(sent.digest, salt),
+                data_parallel_rank=request.data_parallel_rank,
+                trace_headers=request.trace_headers,
+                external_req_id=request.external_req_id,
+                skip_prefix_cache=params.prompt_logprobs is not None,
+                prompt_embeds=None if sent is None else sent.embeds,
+                adapter=request.adapter,
+                keep_blocks=prefix is not None,
+                prefix_hint=hint,
+            )
+            for token_ids, limit, sent in zip(prompts, max_tokens, embeds, strict=True)
+            for index in range(params.num_children)
+        ]
+
+    def _check_routed_experts(self, params: SamplingParams, num_tokens: int) -> None:
+        """Raises `BadRequest` if the experts of `num_tokens` tokens of prompts, each with one
+        answer, are not returned."""
         field = "return_routed_experts"
         if not self.routed_experts:
             problem = "needs a server with model.routed_experts: true; leave it out"
             raise bad_value(field, True, problem)
-        tokens = sum(len(prompt.token_ids) + prompt.max_tokens for prompt in prompts)
-        if tokens * num_children > MAX_ROUTED_TOKENS:
+        if (whole := num_tokens * params.num_children) > MAX_ROUTED_TOKENS:
             problem = (
-                f"of up to {tokens * num_children} tokens of prompts and answers; at most "
-                f"{MAX_ROUTED_TOKENS} are returned. Send max_tokens, or fewer prompts or answers"
+                f"of up to {whole} tokens of prompts and answers; at most {MAX_ROUTED_TOKENS} are "
+                "returned. Send max_tokens, or fewer prompts or answers"
             )
             raise bad_value(field, True, problem)
 
@@ -306,32 +259,39 @@ class InputProcessor(msgspec.Struct, frozen=True):
             )
         return [self.prompts.chat_prompt(prompt.messages, prompt.template, options)]
 
-    def _processed_prompts(
+    def _max_tokens(
         self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
-    ) -> list[ProcessedPrompt]:
-        """Processes the prompts. With `echo`, a prompt that was not sent as text gets one too."""
-        sent_prompts: Sequence[Prompt | EmbedsPrompt | None] = [None]
-        if not isinstance(request.prompt, Conversation):
-            sent_prompts = request.embeds or request.prompt
-        is_whole, found = request.tokenize_options.truncation is None, []
-        for sent, token_ids in zip(sent_prompts, prompts, strict=True):
-            max_tokens = self.prompts.resolve_max_tokens(
+    ) -> list[int]:
+        """Returns the maximum number of tokens of an answer to each prompt."""
+        limits = [
+            self.prompts.resolve_max_tokens(
                 len(token_ids),
                 params.max_tokens,
                 default=self.default_max_tokens,
                 min_tokens=params.min_tokens,
                 field=request.prompt_field,
             )
-            if request.max_tokens_in_context is not None:
-                max_tokens = min(max_tokens, request.max_tokens_in_context)
-            text = None
-            if isinstance(sent, str) and is_whole:
-                text = sent
-            elif request.echo:
+            for token_ids in prompts
+        ]
+        if (most := request.max_tokens_in_context) is not None:
+            return [min(limit, most) for limit in limits]
+        return limits
+
+    def _prompt_texts(
+        self, request: GenerationRequest, params: SamplingParams, prompts: list[list[int]]
+    ) -> list[str | None]:
+        """Returns the texts of the prompts. With `echo`, a prompt that was not sent as text gets
+        one too."""
+        sent_prompts: Sequence[Prompt | None] = [None] * len(prompts)
+        if not isinstance(request.prompt, Conversation) and not request.embeds:
+            sent_prompts = request.prompt
+        is_whole, texts = request.tokenize_options.truncation is None, list[str | None]()
+        for sent, token_ids in zip(sent_prompts, prompts, strict=True):
+            text = sent if isinstance(sent, str) and is_whole else None
+            if text is None and request.echo:
                 text = self.detokenizer.prompt_text(token_ids, params.skip_special_tokens)
-            embeds = sent if isinstance(sent, EmbedsPrompt) else None
-            found.append(ProcessedPrompt(token_ids, text, max_tokens, embeds=embeds))
-        return found
+            texts.append(text)
+        return texts
 
 
 def check_priority(priority: int, policy: str) -> None:
@@ -367,8 +327,8 @@ class AsyncInputProcessor:
 
     async def process(
         self, convert: Callable[[], GenerationRequest], size_bytes: int = 0
-    ) -> RequestParams:
-        """Returns the parameters of the request that `convert` creates, which may be slow too.
+    ) -> ProcessedRequest:
+        """Returns the requests of the request that `convert` creates, which may be slow too.
         Raises `BadRequest`."""
         processed, compiles = await self._offloads.bodies.run_sized(
             size_bytes, lambda: self._processor.prepare(convert())

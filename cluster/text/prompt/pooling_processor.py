@@ -13,11 +13,16 @@ from typing import Literal
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest, SamplingParams, bad_value
+from swell.cluster.text.params.sampling_params import (
+    BadRequest,
+    SamplingParams,
+    bad_value,
+    internal_request_id,
+)
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.parsers.base import ContentParser
 from swell.cluster.text.prompt.generation_request import MAX_PROMPTS, Prompt
-from swell.cluster.text.prompt.input_processor import ProcessedPrompt, RequestParams, check_priority
+from swell.cluster.text.prompt.input_processor import ProcessedRequest, check_priority
 from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.truncation import (
     FIT_CONTEXT,
@@ -30,7 +35,8 @@ from swell.cluster.text.tokens.tokenizer import read_json_value
 from swell.configs.pooling import DECODERS, PoolingSpec, read_pooling
 from swell.configs.schema import ModelConfig
 from swell.configs.serve import TruncatePrompts
-from swell.worker.sampler_wire import Activation, PoolingParams
+from swell.engine.wire import EngineCoreRequest
+from swell.worker.sampler_wire import Activation, PoolingParams, SamplerParams
 
 Task = Literal["embed", "classify", "score"]
 Input = Prompt | tuple[str, str]
@@ -79,6 +85,10 @@ class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str | None = None
     data_parallel_rank: int | None = None
+    external_req_id: str = ""
+    """The id that the client knows."""
+    trace_headers: dict[str, str] | None = None
+    """W3C trace headers of the HTTP request."""
 
 
 def load_pooling(model: ModelConfig) -> PoolingSpec | None:
@@ -93,8 +103,8 @@ def load_pooling(model: ModelConfig) -> PoolingSpec | None:
 
 
 class PoolingProcessor(msgspec.Struct, frozen=True):
-    """Converts a `PoolingRequest` to `RequestParams` for one model, for HTTP and for `LLM`. Safe to
-    call from several threads."""
+    """Converts a `PoolingRequest` to a `ProcessedRequest` for one model, for HTTP and for `LLM`.
+    Safe to call from several threads."""
 
     prompts: PromptProcessor
     spec: PoolingSpec
@@ -117,34 +127,45 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
                 "POST /classify"
             )
 
-    def process(self, request: PoolingRequest) -> RequestParams:
+    def process(self, request: PoolingRequest) -> ProcessedRequest:
         """Converts a request. Raises `BadRequest`."""
         self.check_task(request.task)
         check_priority(request.priority, self.policy)
         limit = min(MAX_PROMPTS, self.max_children or MAX_PROMPTS)
         check_length(request.fields[-1].partition("[")[0], request.inputs, "texts", limit)
         prefix, options = self._prefix(request), self._tokenize_options(request)
-        prompts = [
-            self._processed(one, prefix, options, *fields)
-            for one, *fields in zip(
-                request.inputs,
-                request.first_fields or request.fields,
-                request.fields,
-                strict=True,
+        pooling = PoolingParams(self._activation(request), self._dimensions(request))
+        requests = []
+        for one, *fields in zip(
+            request.inputs, request.first_fields or request.fields, request.fields, strict=True
+        ):
+            ids, segment_start = self._token_ids(one, prefix, options, *fields)
+            sampler = SamplerParams(
+                pooling=msgspec.structs.replace(pooling, segment_start=segment_start)
             )
-        ]
-        return RequestParams(
-            prompts=prompts,
+            requests.append(self._engine_request(request, ids, sampler))
+        return ProcessedRequest(
+            requests=requests,
+            prompt_texts=[None] * len(requests),
             text_start=TextStart.VERBATIM,
             params=SamplingParams(),
-            eos_token_ids=[],
-            bad_words=[],
             make_parser=ContentParser,
             stream=False,
+        )
+
+    def _engine_request(
+        self, request: PoolingRequest, token_ids: list[int], sampler: SamplerParams
+    ) -> EngineCoreRequest:
+        return EngineCoreRequest(
+            request_id=internal_request_id(request.external_req_id),
+            prompt_token_ids=token_ids,
+            sampler=sampler,
+            max_tokens=0,
             priority=request.priority,
             cache_salt=request.cache_salt,
             data_parallel_rank=request.data_parallel_rank,
-            pooling=PoolingParams(self._activation(request), self._dimensions(request)),
+            trace_headers=request.trace_headers,
+            external_req_id=request.external_req_id,
             # The prefix cache does not contain the hidden states of its tokens.
             skip_prefix_cache=self.spec.method != "last",
         )
@@ -213,11 +234,12 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             return _ACTIVATIONS.get(spec.score_activation or "", one)
         return _OF_PROBLEMS.get(spec.problem or "", one)
 
-    def _processed(
+    def _token_ids(
         self, one: Input, prefix: str, options: TokenizeOptions, first_field: str, field: str
-    ) -> ProcessedPrompt:
+    ) -> tuple[list[int], int]:
+        """Returns the token ids of an input, and the position of a second segment."""
         if isinstance(one, list):
-            return ProcessedPrompt(self.prompts.encode(one, options, field), None, 0)
+            return self.prompts.encode(one, options, field), 0
         first, second = (one, None) if isinstance(one, str) else one
         if self.spec.lower_case:
             prefix, first, second = prefix.lower(), first.lower(), second and second.lower()
@@ -229,7 +251,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         fields = (first_field, field)
         ids, segment_start = self._tokenize(prefix + first, second, options, fields)
         self.prompts.check_ids(ids, field)
-        return ProcessedPrompt(ids, None, 0, segment_start)
+        return ids, segment_start
 
     def _written(self, query: str, document: str) -> str:
         """Returns a pair in the form of the model's template."""

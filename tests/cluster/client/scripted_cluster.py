@@ -19,8 +19,6 @@ from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
-    child_sampling_params,
-    to_core_request,
 )
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import load
@@ -35,6 +33,7 @@ from swell.engine.executor import ExecutorLimits
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
+from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.executor.fake_worker import VOCAB, FakeExecutor
 
@@ -174,15 +173,9 @@ class ScriptedCluster:
         """Submits all children of one answer. Without an end token, none finishes early."""
         params = replace(SamplingParams(max_tokens=tokens, seed=3), **changes)
         states = []
-        for index, child in enumerate(child_sampling_params(params)):
-            core = to_core_request(
-                child,
-                external_req_id="r",
-                prompt_token_ids=prompt,
-                max_tokens=tokens,
-                eos_token_ids=[],
-            )
-            states.append(self.llm.submit(core, child, RequestOutputKind.FINAL_ONLY, index))
+        for index in range(params.num_children):
+            core = core_request(params, index, prompt_token_ids=prompt, max_tokens=tokens)
+            states.append(self.llm.submit(core, params, RequestOutputKind.FINAL_ONLY, index))
         return states
 
     def abort(self, states: list[RequestState]) -> None:

@@ -20,6 +20,7 @@ from swell.worker.sampler_wire import (
     PromptEmbeds,
     SamplerParams,
 )
+from tests.cluster.core_requests import core_request
 from tests.engine.executor.fake_worker import make_core, run, token_ids
 
 VOCAB, LENGTH = 50, 64
@@ -124,13 +125,7 @@ def test_the_whole_vocabulary_is_reported_for_few_positions() -> None:
         params = limits.resolve_prompt_logprobs(
             ingress.SamplingParams(prompt_logprobs=-1), 1, vocab
         )
-        core = ingress.to_core_request(
-            params,
-            external_req_id="x",
-            prompt_token_ids=[1] * count,
-            max_tokens=9,
-            eos_token_ids=[],
-        )
+        core = core_request(params, prompt_token_ids=[1] * count, max_tokens=9)
         assert (validate.invalid_reason(core, vocab, 4 * LENGTH) is None) == fits
 
 
@@ -157,14 +152,17 @@ def test_requests_that_the_ingress_accepts_pass() -> None:
         msgspec.structs.replace(params, repetition_penalty=100.0, temperature=1e-9),
     ):
         limits.validate(one, vocab_size=vocab)
-        core = ingress.to_core_request(
+        core = core_request(
             one,
             external_req_id="x" * 128,
             prompt_token_ids=[0, vocab - 1],
             max_tokens=9,
             eos_token_ids=[vocab + 7],  # a token of the tokenizer only, which is never sampled
             bad_words=[[1] * 100] * (2 * limits.MAX_BAD_WORDS),
-            grammar=Grammar("x" * GRAMMAR_LIMITS["max_grammar_size"]),
             priority=2**31 - 1,
+        )
+        grammar = Grammar("x" * GRAMMAR_LIMITS["max_grammar_size"])
+        core = msgspec.structs.replace(
+            core, sampler=msgspec.structs.replace(core.sampler, grammar=grammar)
         )
         assert validate.invalid_reason(core, vocab, LENGTH) is None

@@ -21,11 +21,12 @@ from swell.cluster.api.answers.logprobs import (
 )
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import LogprobTable, RequestOutput, RequestOutputKind
-from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
+from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
 
 KINDS = {**made.EXACT, **made.WINDOWED}
@@ -129,9 +130,7 @@ def answered(
     the answer."""
     params = SamplingParams(logprobs=2, prompt_logprobs=2, **fields)
     out = OutputProcessor(DETOKENIZERS["byte_level"])
-    request = to_core_request(
-        params, external_req_id="r", prompt_token_ids=prompt, max_tokens=99, eos_token_ids=[]
-    )
+    request = core_request(params, prompt_token_ids=prompt)
     out.add_request(request, params, kind=kind)
 
     def of(token_id: int) -> tuple[list[int], list[float]]:

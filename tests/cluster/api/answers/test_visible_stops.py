@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from swell.cluster.api.answers.output_parts import LogprobPartReader, PartReader
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
-from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.parsers.base import ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import TokenLogprobs
+from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.cluster.text.parsers.sample_outputs import (
     ALL,
@@ -45,13 +46,7 @@ class Answer:
         params = SamplingParams(
             skip_special_tokens=False, logprobs=0 if logprobs else None, **fields
         )
-        core = to_core_request(
-            params,
-            external_req_id="r",
-            prompt_token_ids=[1],
-            max_tokens=9999,
-            eos_token_ids=[],
-        )
+        core = core_request(params, max_tokens=9999)
         processor = OutputProcessor(DETOKENIZER)
         processor.add_request(
             core,
@@ -191,8 +186,5 @@ def test_a_request_without_stop_strings_has_no_parser_beside_its_readers() -> No
         made_parsers.append(ContentParser())
         return made_parsers[-1]
 
-    core = to_core_request(
-        params, external_req_id="r", prompt_token_ids=[1], max_tokens=9, eos_token_ids=[]
-    )
-    OutputProcessor(DETOKENIZER).add_request(core, params, make_content_parser=make)
+    OutputProcessor(DETOKENIZER).add_request(core_request(params), params, make_content_parser=make)
     assert not made_parsers

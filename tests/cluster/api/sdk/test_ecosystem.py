@@ -15,7 +15,7 @@ from tokenizers import processors
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.params.sampling_params import BadRequest, to_core_request
+from swell.cluster.text.params.sampling_params import BadRequest, sampler_params
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests
@@ -116,10 +116,8 @@ def chat(**fields: Any) -> ChatCompletionRequest:
 
 def test_top_p_zero_is_greedy() -> None:
     params = CompletionRequest(prompt="x", top_p=0, top_k=40).sampling_params()
-    core = to_core_request(
-        params, external_req_id="r", prompt_token_ids=[1], max_tokens=1, eos_token_ids=[]
-    )
-    assert (core.sampler.top_k, core.sampler.top_p) == (1, 1.0)
+    sampler = sampler_params(params)
+    assert (sampler.top_k, sampler.top_p) == (1, 1.0)
 
 
 def test_an_empty_stop_is_none() -> None:

@@ -22,10 +22,11 @@ from swell.cluster.client.requests.outputs import (
 )
 from swell.cluster.client.requests.request_state import MigrationReason
 from swell.cluster.client.requests.stats import IterationStats
-from swell.cluster.text.params.sampling_params import SamplingParams, to_core_request
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
+from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
 
 TOKENIZER = made.byte_level()
@@ -43,10 +44,9 @@ def processor(**kwargs: Any) -> OutputProcessor:
 
 
 def core(params: SamplingParams, external: str = "r") -> EngineCoreRequest:
-    return to_core_request(
-        params, external_req_id=external, prompt_token_ids=[1, 2, 3], max_tokens=99,
-        eos_token_ids=[EOS],
-    )  # fmt: skip
+    return core_request(
+        params, external_req_id=external, prompt_token_ids=[1, 2, 3], eos_token_ids=[EOS]
+    )
 
 
 def steps(

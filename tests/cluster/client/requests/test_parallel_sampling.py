@@ -24,12 +24,11 @@ from swell.cluster.client.requests.parallel_sampling import (
 )
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
-    child_sampling_params,
-    to_core_request,
 )
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput
+from tests.cluster.core_requests import core_request
 from tests.cluster.text.tokenizers_for_tests import byte_level
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
@@ -183,13 +182,11 @@ def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -
     params = SamplingParams(n=2, best_of=best_of, max_tokens=9)
     processor = OutputProcessor(Detokenizer(TOKENIZER))
     parent, collectors, ids = ParentRequest(params, FINAL), [], []
-    for index, child in enumerate(child_sampling_params(params)):
-        core = to_core_request(
-            child, external_req_id="r", prompt_token_ids=[1], max_tokens=9, eos_token_ids=[]
-        )
+    for index in range(params.num_children):
+        core = core_request(params, index, max_tokens=9)
         ids.append(core.request_id)
         collectors.append(RequestOutputCollector(FINAL))
-        processor.add_request(core, child, kind=FINAL, queue=collectors[-1], index=index)
+        processor.add_request(core, params, kind=FINAL, queue=collectors[-1], index=index)
     if best_of is None:
         processor.process_outputs([EngineCoreOutput(ids[1], [5])])
     assert [state.request_id for state in processor.abort_requests(ids)] == ids

@@ -13,7 +13,6 @@ from swell.cluster.text.params.sampling_params import (
     BadRequest,
     SamplingParams,
     shown,
-    to_core_request,
 )
 from swell.cluster.text.params.validate_params import (
     MAX_BIASED_TOKENS,
@@ -25,6 +24,7 @@ from swell.cluster.text.params.validate_params import (
     validate,
 )
 from swell.engine.wire import EngineCoreRequest
+from tests.cluster.core_requests import core_request
 
 VOCAB = 100
 
@@ -131,16 +131,8 @@ def test_limits_themselves_pass(params: SamplingParams) -> None:
 
 
 def core(params: SamplingParams, **changes: Any) -> EngineCoreRequest:
-    return to_core_request(
-        params,
-        **{
-            "external_req_id": "cmpl-1",
-            "prompt_token_ids": [1, 2],
-            "max_tokens": 7,
-            "eos_token_ids": [9],
-            **changes,
-        },
-    )
+    fields = {"prompt_token_ids": [1, 2], "max_tokens": 7, "eos_token_ids": [9], **changes}
+    return core_request(params, external_req_id="cmpl-1", **fields)
 
 
 def test_core_request_has_the_same_parameters_in_tokens() -> None:

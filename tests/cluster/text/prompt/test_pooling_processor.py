@@ -60,9 +60,9 @@ def test_an_input_type_is_the_prompt_of_the_model_for_it(
     tokenizer: Any, known: dict[str, str], default: str | None, input_type: str, prefix: str
 ) -> None:
     made = processor(tokenizer, prompts=known, default_prompt=default)
-    (got,) = made.process(request("embed", "a b", input_type=input_type)).prompts
-    (want,) = processor(tokenizer).process(request("embed", f"{prefix}a b")).prompts
-    assert got.token_ids == want.token_ids
+    (got,) = made.process(request("embed", "a b", input_type=input_type)).requests
+    (want,) = processor(tokenizer).process(request("embed", f"{prefix}a b")).requests
+    assert got.prompt_token_ids == want.prompt_token_ids
 
 
 CLASSES = {"task": "classify", "labels": ("a", "b", "c")}
@@ -94,29 +94,28 @@ ONE = {"task": "classify", "labels": ("a",)}
 )
 def test_activations(tokenizer, spec, task, activates, activation):
     params = processor(tokenizer, **spec).process(request(task, "a", activates=activates))
-    assert params.pooling is not None and params.pooling.activation is activation
+    (sent,) = params.requests
+    assert sent.sampler.pooling is not None and sent.sampler.pooling.activation is activation
 
 
 @pytest.mark.parametrize("method", ["cls", "mean", "last"])
 def test_only_a_last_hidden_state_may_come_after_cached_tokens(tokenizer, method):
     made = processor(tokenizer, method=method)
-    (child,) = made.process(request("embed", "a")).children(
-        "id", made.process(request("embed", "a")).prompts[0]
-    )
-    assert child.core.skip_prefix_cache == (method != "last")
-    assert child.core.max_tokens == 0
+    (sent,) = made.process(request("embed", "a")).requests
+    assert sent.skip_prefix_cache == (method != "last")
+    assert sent.max_tokens == 0
 
 
 def test_prompts_and_lower_case(tokenizer):
     ids = tokenizer.encode
     made = processor(tokenizer, prompts={"query": "q: ", "none": ""}, default_prompt="query")
-    texts = [p.token_ids for p in made.process(request("embed", "a b", [7, 8])).prompts]
+    texts = [p.prompt_token_ids for p in made.process(request("embed", "a b", [7, 8])).requests]
     assert texts == [ids("q: a b"), [7, 8]], "token ids are taken as they are"
-    (prompt,) = made.process(request("embed", "a b", prompt_name="none")).prompts
-    assert prompt.token_ids == ids("a b")
+    (prompt,) = made.process(request("embed", "a b", prompt_name="none")).requests
+    assert prompt.prompt_token_ids == ids("a b")
     lower = processor(tokenizer, prompts={"query": "Q: "}, lower_case=True)
-    (prompt,) = lower.process(request("embed", "A B", prompt_name="query")).prompts
-    assert prompt.token_ids == ids("q: a b")
+    (prompt,) = lower.process(request("embed", "A B", prompt_name="query")).requests
+    assert prompt.prompt_token_ids == ids("q: a b")
     with pytest.raises(BadRequest, match=r"prompt_name='x' is no prompt .*known: 'query', 'none'"):
         made.process(request("embed", "a", prompt_name="x"))
 
@@ -129,11 +128,13 @@ def test_a_pair_is_that_of_its_tokenizer(tokenizer, room, pair):
     made = processor(tokenizer, **ONE)
     cut = None if room is None else Truncation(room, "right", 0)
     options = TokenizeOptions(True, cut)
-    (prompt,) = made.process(request("score", pair, tokenize_options=options)).prompts
+    (prompt,) = made.process(request("score", pair, tokenize_options=options)).requests
     limit = {} if room is None else {"truncation": "longest_first", "max_length": room}
     right = tokenizer(*pair, **limit)
-    assert prompt.token_ids == right["input_ids"]
-    assert prompt.segment_start == right["token_type_ids"].index(1)
+    assert prompt.prompt_token_ids == right["input_ids"]
+    pooling = prompt.sampler.pooling
+    assert pooling is not None
+    assert pooling.segment_start == right["token_type_ids"].index(1)
 
 
 @pytest.mark.parametrize(
