@@ -1,6 +1,6 @@
 """Parallel sampling: merges the outputs of child requests for one prompt into one `RequestOutput`.
 
-A child is an ordinary request (see `child_sampling_params`). Usage counts the prompt once, and the
+A child is an ordinary request (see `sampler_params`). Usage counts the prompt once, and the
 tokens of every sampled answer, including those that `select_best_of` leaves out. The HTTP server
 and `LLM` both use `ParentRequest`.
 """
