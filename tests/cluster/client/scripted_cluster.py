@@ -33,9 +33,9 @@ from swell.engine.executor import ExecutorLimits
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
-from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.executor.fake_worker import VOCAB, FakeExecutor
+from tests.support.core_requests import core_request
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 600

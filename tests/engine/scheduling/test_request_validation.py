@@ -20,8 +20,8 @@ from swell.worker.sampler_wire import (
     PromptEmbeds,
     SamplerParams,
 )
-from tests.cluster.core_requests import core_request
 from tests.engine.executor.fake_worker import make_core, run, token_ids
+from tests.support.core_requests import core_request
 
 VOCAB, LENGTH = 50, 64
 NAN, INF = math.nan, math.inf

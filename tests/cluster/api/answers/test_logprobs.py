@@ -26,8 +26,8 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
-from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
+from tests.support.core_requests import core_request
 
 KINDS = {**made.EXACT, **made.WINDOWED}
 DETOKENIZERS = {name: Detokenizer(make()) for name, make in KINDS.items()}

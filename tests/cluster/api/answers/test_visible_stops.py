@@ -19,7 +19,6 @@ from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import TokenLogprobs
-from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
 from tests.cluster.text.parsers.sample_outputs import (
     ALL,
@@ -30,6 +29,7 @@ from tests.cluster.text.parsers.sample_outputs import (
     texts,
     whole,
 )
+from tests.support.core_requests import core_request
 
 TOKENIZER = made.byte_level()
 DETOKENIZER = Detokenizer(TOKENIZER)

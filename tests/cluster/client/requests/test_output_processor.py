@@ -26,8 +26,8 @@ from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
-from tests.cluster.core_requests import core_request
 from tests.cluster.text import tokenizers_for_tests as made
+from tests.support.core_requests import core_request
 
 TOKENIZER = made.byte_level()
 SHARED = Detokenizer(TOKENIZER)

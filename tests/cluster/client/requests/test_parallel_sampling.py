@@ -28,8 +28,8 @@ from swell.cluster.text.params.sampling_params import (
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput
-from tests.cluster.core_requests import core_request
 from tests.cluster.text.tokenizers_for_tests import byte_level
+from tests.support.core_requests import core_request
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
 TOKENIZER = byte_level()

@@ -24,7 +24,7 @@ from swell.cluster.text.params.validate_params import (
     validate,
 )
 from swell.engine.wire import EngineCoreRequest
-from tests.cluster.core_requests import core_request
+from tests.support.core_requests import core_request
 
 VOCAB = 100
 
