@@ -126,7 +126,7 @@ class Ingress:
     def end_requests(self, drained_s: float) -> None:
         """Terminates the requests that have not finished within the drain timeout."""
         self.llm.end_requests(
-            f"the server ends, and the answer was not complete {drained_s:g} s later "
+            f"the server is shutting down, and the answer was not complete after {drained_s:g} s "
             "(cluster.drain_timeout_s); send the request again"
         )
 

@@ -197,8 +197,8 @@ def wants_early_head(request: Request) -> bool:
     value = request.headers.get(EARLY_HEAD, "0")
     if value not in ("0", "1"):
         raise BadRequest(
-            f"the header {EARLY_HEAD}={shown(value)} must be 1 (the head and blanks of a whole "
-            "answer may leave before it) or 0",
+            f"the header {EARLY_HEAD}={shown(value)} must be 0, or 1 to allow status 200 and "
+            "blanks before an answer that is not streamed",
             EARLY_HEAD,
         )
     return value == "1"

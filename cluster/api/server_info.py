@@ -79,7 +79,9 @@ class ServerRoutes:
         """Returns the reason for which no engine can make progress for this ingress; None: one
         can."""
         if self._is_draining:
-            return NotReady("this ingress ends, and finishes what it has begun", "draining")
+            return NotReady(
+                "this ingress is shutting down, and finishes its running requests", "draining"
+            )
         state = self._llm.check_ready()
         if state.ranks:
             return None
@@ -89,7 +91,7 @@ class ServerRoutes:
             async with asyncio.timeout(_MANAGER_TIMEOUT_S):
                 reason, failed = await self._services.manager.not_ready_reason.remote()
         except Exception as error:  # any error of the call
-            reason, failed = f"no engine, and no word of the manager: {error!r}", False
+            reason, failed = f"no engine is ready; the manager does not answer: {error!r}", False
         return NotReady(reason, START_FAILED if failed else "starting")
 
     async def _metrics(self, request: Request) -> Response:

@@ -62,8 +62,8 @@ class AdapterRoutes:
         names, name = self._services.adapters, body.lora_name
         if name == self._services.model or name in names.of_config:
             raise BadRequest(
-                f"the name {shown(name)} is that of the model or of an adapter of lora.adapters, "
-                "which stay as they are; give another one",
+                f"the name {shown(name)} belongs to the model or to an adapter of lora.adapters, "
+                "which cannot be replaced; choose another name",
                 "lora_name",
                 "name_taken",
             )
@@ -106,8 +106,8 @@ class AdapterRoutes:
         if not self._services.config.lora.enabled:
             raise HTTPError(
                 403,
-                "adapters cannot be loaded or unloaded here: lora.enabled=false; set it, or name "
-                "them in lora.adapters",
+                "adapters cannot be loaded or unloaded here: lora.enabled=false; set "
+                "lora.enabled=true, or list the adapters in lora.adapters",
                 "lora_disabled",
             )
         return body
@@ -127,7 +127,7 @@ class AdapterRoutes:
             raise HTTPError(
                 503,
                 f"the files of lora_path={shown(folder)} were not read within "
-                f"{_FILES_TIMEOUT_S:g} s; the folder may hang, try again later",
+                f"{_FILES_TIMEOUT_S:g} s; its file system may hang, try again later",
                 "adapter_files_silent",
                 RETRY_AFTER,
             ) from None
@@ -142,8 +142,8 @@ class AdapterRoutes:
         except TimeoutError:
             raise HTTPError(
                 503,
-                "the manager has accepted it, but no view of the cluster that says so came within "
-                f"{_VIEW_TIMEOUT_S:g} s; see GET /v1/models",
+                "the manager has accepted the change, but this ingress did not see it within "
+                f"{_VIEW_TIMEOUT_S:g} s; check GET /v1/models",
                 "no_view",
                 RETRY_AFTER,
             ) from None

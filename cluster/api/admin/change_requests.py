@@ -62,7 +62,7 @@ class UpgradeRequest(RequestBody, kw_only=True):
             raise bad_value(
                 "config.model.path",
                 path,
-                "must be an absolute path without '..', or a hub id, as 'owner/name'",
+                "must be an absolute path without '..', or a hub id such as 'owner/name'",
                 "invalid_config",
             )
 
@@ -114,14 +114,12 @@ def _check_folder(name: str, path: str) -> None:
         raise bad_value(
             name,
             path,
-            f"must be an absolute path without '..', of {MAX_PATH_CHARS} characters at most",
+            f"must be an absolute path without '..', with at most {MAX_PATH_CHARS} characters",
         )
     if not path.isprintable():
-        raise bad_value(name, path, "has control characters")
+        raise bad_value(name, path, "must not contain control characters")
 
 
 def _check_name(name: str) -> None:
     if not (0 < len(name) <= MAX_NAME_CHARS and name.isprintable()):
-        raise bad_value(
-            "lora_name", name, f"must be 1 to {MAX_NAME_CHARS} characters that can be printed"
-        )
+        raise bad_value("lora_name", name, f"must be 1 to {MAX_NAME_CHARS} printable characters")

@@ -19,11 +19,11 @@ async def call_manager(manager: Any, method: str, *args: object) -> Any:
             return await getattr(manager, method).remote(*args)
     except Exception as error:  # any error of the call
         late = isinstance(error, TimeoutError)
-        reason = f"within {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
+        reason = f"timeout after {_MANAGER_TIMEOUT_S:g} s" if late else repr(error)
         raise HTTPError(
             503,
-            f"the manager did not answer: {reason}; it may be restarting. The request may "
-            "have been accepted all the same: see GET /admin/cluster, and try again",
+            f"the manager did not answer: {reason}; it may be restarting. It may still have "
+            "accepted the request: check GET /admin/cluster, then try again",
             "no_manager",
             RETRY_AFTER,
         ) from None

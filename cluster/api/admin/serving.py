@@ -146,10 +146,10 @@ class AdminRoutes:
         limits = services.config.serve
         raise HTTPError(
             404,
-            f"there is no request {shown(id)}: a request is known while it runs and for "
-            f"{limits.request_history_s:g} s after its end (serve.request_history_s), the last "
-            f"{limits.request_history} of each ingress (serve.request_history), and as long as the "
-            "ingress that served it lives; the id is that of the answer, or its x-request-id",
+            f"there is no request {shown(id)}: each ingress remembers the requests that run, and "
+            f"the last {limits.request_history} that finished (serve.request_history) for "
+            f"{limits.request_history_s:g} s (serve.request_history_s), until it stops; send the "
+            "id of the response, or its x-request-id",
             "request_not_found",
         )
 
@@ -159,7 +159,9 @@ class AdminRoutes:
             body = _from_query(request)
         elif request.query_params:
             name = next(iter(request.query_params))
-            raise BadRequest("fields stand in the query or in the body, not in both", name)
+            raise BadRequest(
+                "send the fields either in the query or in the body, not in both", name
+            )
         check_strict(body)
         arguments = msgspec.structs.astuple(decode(body, kind))
         change: admin.ChangeResult = await self._call_manager(method, *arguments)

@@ -98,7 +98,7 @@ class LogprobPartReader:
         self._pushed_text = ""
 
     def read(self, output: CompletionOutput) -> list[PartWithLogprobs]:
-        assert output.logprobs is not None, "a reader of logprobs needs them"
+        assert output.logprobs is not None, "the output must have logprobs"
         ended = output.finish_reason is not None
         self._limit = output.content_limit
         self._text += output.text

@@ -195,7 +195,7 @@ class ServingHandler:
     def _check_rank(self, rank: int | None) -> None:
         active = self._llm.active_ranks
         if rank is not None and active and rank not in active:
-            problem = f"takes no requests; the engines are {active}"
+            problem = f"is not an engine that accepts requests; the active engines are {active}"
             raise bad_value("data_parallel_rank", rank, problem)
 
 

@@ -79,7 +79,7 @@ class BodyReader:
         if self.held_bytes > self._max_held_bytes and not is_share:
             raise HTTPError(
                 503,
-                f"the bodies that are being read fill {HELD_BODIES} times "
+                f"the request bodies in memory use all of the limit, {HELD_BODIES} times "
                 f"serve.max_body_bytes={self._max_body_bytes}; try again later",
                 "too_many_bodies",
                 RETRY_AFTER,
@@ -91,7 +91,11 @@ def require_json(request: Request) -> None:
     before it sends JSON for a page of another site, and only `serve.cors_origins` allows one."""
     sent = request.headers.getlist("content-type")
     if len(sent) > 1:
-        raise HTTPError(415, f"content-type stands {len(sent)} times; send one, 'application/json'")
+        raise HTTPError(
+            415,
+            f"the header content-type appears {len(sent)} times; send it once, "
+            "as 'application/json'",
+        )
     kind = "".join(sent).partition(";")[0].strip().lower()
     if kind != "application/json":
         raise HTTPError(

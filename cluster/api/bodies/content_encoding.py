@@ -65,7 +65,7 @@ class ZlibDecoder:
         if not inflate.eof or not part:
             return inflate
         if self._name != "gzip":
-            raise self._damaged("has more bytes behind its end")
+            raise self._damaged("has extra bytes after its end")
         self._members += 1
         if self._members > MAX_MEMBERS:
             raise self._damaged(f"has more than {MAX_MEMBERS} members")
@@ -74,7 +74,7 @@ class ZlibDecoder:
     def end(self) -> None:
         """Ends the body. Raises BadRequest if data is missing."""
         if self._inflate is None or not self._inflate.eof:
-            raise self._damaged("ends too early")
+            raise self._damaged("is truncated")
 
     def _damaged(self, what: str) -> BadRequest:
         return BadRequest(

@@ -57,8 +57,8 @@ class ResponseFormat(RequestBody, kw_only=True):
             return StructuredOutputs(json=self.json_schema.schema)
         if self.json_schema is not None:
             raise BadRequest(
-                f"response_format.type={self.type!r} takes no response_format.json_schema; send "
-                "type='json_schema'",
+                f"response_format.type={self.type!r} does not allow response_format.json_schema; "
+                "send type='json_schema'",
                 "response_format",
             )
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
@@ -131,14 +131,14 @@ class GenerationBody(SamplingFields, kw_only=True):
         self.refuse_unsupported()
         if self.session is not None and not self.TAKES_SESSIONS:
             problem = (
-                "is a session, whose chunks are sent to /v1/completions; to continue a "
-                "conversation, use previous_response_id of /v1/responses"
+                "is only supported by /v1/completions; to continue a conversation, use "
+                "previous_response_id of /v1/responses"
             )
             raise bad_value("session_id", self.session, problem)
         self._check_stream()
         tokens = self.truncate_prompt_tokens
         if tokens is not None and tokens < 1 and tokens != FIT_CONTEXT:
-            problem = "must be at least 1, or -1 for the model's window"
+            problem = "must be at least 1, or -1 for the model's context length"
             raise bad_value("truncate_prompt_tokens", tokens, problem)
         check_routing(self.cache_salt, self.data_parallel_rank, self.priority)
         self.form()
@@ -152,19 +152,20 @@ class GenerationBody(SamplingFields, kw_only=True):
             return
         if self.continuous_usage and not self.include_usage:
             raise BadRequest(
-                "stream_options.continuous_usage_stats=true needs include_usage=true beside it",
+                "stream_options.continuous_usage_stats=true also needs "
+                "stream_options.include_usage=true",
                 "stream_options.continuous_usage_stats",
             )
         if self.prompt_logprobs is not None:
-            problem = "is not sent in a stream; leave out stream=true"
+            problem = "is not supported with stream=true; leave out one of them"
             raise bad_value("prompt_logprobs", self.prompt_logprobs, problem)
         n = self.n or 1
         if (1 if self.best_of is None else self.best_of) > n:
             raise bad_value(
                 "best_of",
                 self.best_of,
-                f"above n={n} cannot be streamed: the best are known at the end; leave out "
-                "stream=true",
+                f"is above n={n}, which is not supported with stream=true, because the best "
+                "answers are only known at the end; leave out stream=true",
             )
 
     def answer_max_tokens(self) -> int | None:
@@ -205,7 +206,12 @@ class GenerationBody(SamplingFields, kw_only=True):
         if len(forms) > 1:
             one, other, *_ = (path.split(".")[0] for path in forms)
             raise BadRequest(
-                [Field(other), " and ", Field(one), " both give a form for the answer; send one"],
+                [
+                    Field(other),
+                    " and ",
+                    Field(one),
+                    " both set the format of the answer; send one of them",
+                ],
                 one,
             )
         return next(iter(forms.values()), None)
@@ -300,6 +306,6 @@ def _bias(bias: Mapping[str, float]) -> dict[int, float]:
     if wrong:
         named = ", ".join(map(shown, wrong[:_SHOWN_KEYS]))
         more = f" and {len(wrong) - _SHOWN_KEYS} more" if len(wrong) > _SHOWN_KEYS else ""
-        what = "is no token id" if len(wrong) == 1 else "are no token ids"
+        what = "is not a token id" if len(wrong) == 1 else "are not token ids"
         raise BadRequest(f"logit_bias: {named}{more} {what}", "logit_bias")
     return numbers

@@ -16,7 +16,7 @@ def checked_query(request: Request, *known: str) -> dict[str, str]:
         if name not in known:
             raise BadRequest(
                 f"the query parameter {shown(name)} is not supported here"
-                + (f"; known are {', '.join(known)}" if known else ""),
+                + (f"; supported: {', '.join(known)}" if known else ""),
                 name[:MAX_PATH_CHARS],
                 "unknown_field",
             )

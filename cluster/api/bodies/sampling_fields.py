@@ -71,6 +71,6 @@ def check_routing(cache_salt: str | None, rank: int | None, priority: int | None
             "cache_salt",
         )
     if rank is not None and not 0 <= rank < 2**31:
-        problem = "must be at least 0 and name an engine that serves"
+        problem = "must be at least 0, and the rank of an active engine"
         raise bad_value("data_parallel_rank", rank, problem)
     _PRIORITIES.check("priority", priority)

@@ -14,8 +14,9 @@ from swell.engine.wire import JourneyEventType
 IncludeTimings = Annotated[
     bool | None,
     Meta(
-        description="true: the answer, or the end of its stream, has `timings`: what happened to "
-        "the request, with milliseconds since it was received, and the engine's rank."
+        description="If true, the response (or the last event of its stream) has `timings`: the "
+        "events in the life of the request, each with the milliseconds since it was received "
+        "and the engine's rank."
     ),
 ]
 """A field that only Swell has."""

@@ -106,7 +106,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
             problem = f"and max_completion_tokens={shown(newer)} differ; send one of them"
             raise bad_value("max_tokens", limit, problem)
         if self.top_logprobs and not self.logprobs:
-            problem = f"needs logprobs=true, and logprobs={shown(self.logprobs)}"
+            problem = f"needs logprobs=true, but logprobs={shown(self.logprobs)}"
             raise bad_value("top_logprobs", self.top_logprobs, problem)
         check_tools(self.tools, self.tool_choice)
         budget = self.thinking_token_budget
@@ -122,13 +122,14 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         if self.add_generation_prompt:
             raise BadRequest(
                 "continue_final_message=true and add_generation_prompt=true contradict each "
-                "other: an answer goes on with the last message or begins a new one",
+                "other: the answer either continues the last message or starts a new one; send "
+                "one of them",
                 "continue_final_message",
             )
         if self.messages[-1].role != "assistant":
             raise BadRequest(
-                "continue_final_message=true needs a last message of role 'assistant', and it is "
-                f"{self.messages[-1].role!r}",
+                "continue_final_message=true needs a last message with role 'assistant', but its "
+                f"role is {self.messages[-1].role!r}",
                 "continue_final_message",
             )
 

@@ -25,11 +25,11 @@ def to_generation_request(
     if body.prompt_embeds is not None:
         texts = [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
         if not texts:
-            raise bad_value("prompt_embeds", texts, "is empty; send one prompt at least")
+            raise bad_value("prompt_embeds", texts, "is empty; send at least one prompt")
         check_length("prompt_embeds", texts, "prompts", MAX_PROMPTS)
         own["embeds"] = [read_prompt_embeds(text, "prompt_embeds") for text in texts]
         # The model's default penalty applies to tokens, but the prompt consists of embeddings.
         defaults = {name: defaults[name] for name in defaults if name != "repetition_penalty"}
         return body.generation_request([], defaults, prompt_field="prompt_embeds", **own)
-    assert body.prompt is not None, "it is checked"
+    assert body.prompt is not None, "`check` requires a prompt"
     return body.generation_request(split_prompts(body.prompt), defaults, **own)

@@ -57,7 +57,7 @@ class CompletionRequest(GenerationBody, kw_only=True):
                 raise missing_field("prompt")
         elif self.prompt not in (None, "", []):
             raise BadRequest(
-                "prompt and prompt_embeds both give a prompt; send one", "prompt_embeds"
+                "prompt and prompt_embeds are both set; send one of them", "prompt_embeds"
             )
 
         self._check_session()
@@ -69,10 +69,13 @@ class CompletionRequest(GenerationBody, kw_only=True):
             return
         for name, usual in _IN_SESSIONS.items():
             if (value := getattr(self, name)) is not None and value != usual:
-                problem = "does not go with session_id, whose chunks have one prompt and one answer"
+                problem = (
+                    "is not supported with session_id: a chunk of a session has one prompt and "
+                    "one answer"
+                )
                 raise bad_value(name, value, problem)
         if not isinstance(self.prompt, str) and len(split_prompts(self.prompt or [])) > 1:
-            problem = "has several prompts; a chunk of a session is one"
+            problem = "has several prompts, but a chunk of a session has exactly one"
             raise bad_value("prompt", self.prompt, problem)
 
     @property

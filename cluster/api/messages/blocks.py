@@ -70,7 +70,7 @@ class UnservedBlock(Block, kw_only=True):
         raise bad_value(
             f"{path}.type",
             self.type,
-            "is not supported: the model reads text alone; send its text in a block of type 'text'",
+            "is not supported: the model reads only text; send its text in a block of type 'text'",
             "unsupported_value",
         )
 
@@ -129,5 +129,5 @@ def text_of(content: object) -> str:
     """Returns the texts of a content, joined by line breaks."""
     if isinstance(content, str):
         return content
-    assert isinstance(content, list), "a content is a text or a list of blocks"
+    assert isinstance(content, list), "the content is a text or a list of blocks"
     return "\n".join(block.text for block in content if isinstance(block, TextBlock))

@@ -56,9 +56,9 @@ class InputMessage(HistoryPart, kw_only=True):
             where = f"{path}.content[{index}]"
             home = _ROLE_OF_BLOCK.get(type(block), self.role)
             if home != self.role or (self.role == "system" and not isinstance(block, TextBlock)):
-                problem = f"stands in a message of role {self.role!r}"
+                problem = f"is not allowed in a message with role {self.role!r}"
                 if home != self.role:
-                    problem += f"; it belongs into one of role {home!r}"
+                    problem += f"; send it in a message with role {home!r}"
                 raise bad_value(f"{where}.type", block.type, problem)
             block.check_at(where)
 
@@ -100,8 +100,8 @@ class Tool(HistoryPart, kw_only=True):
             raise bad_value(
                 f"{path}.type",
                 self.type,
-                "is not supported: no tool runs here; only tools of type 'custom', which the "
-                "client runs, are",
+                "is not supported: the server runs no tools; send tools of type 'custom', which "
+                "the client runs",
                 "unsupported_value",
             )
         self.refuse_unsupported(path + ".")
@@ -174,7 +174,7 @@ class CountTokensRequest(RequestBody, kw_only=True):
     def check(self) -> None:
         self.refuse_unsupported()
         if not self.messages:
-            raise BadRequest("messages=[] must hold at least one message", "messages")
+            raise BadRequest("messages=[] must have at least one message", "messages")
         for index, message in enumerate(self.messages):
             message.check_at(f"messages[{index}]")
         if isinstance(self.system, list):
@@ -191,11 +191,11 @@ class CountTokensRequest(RequestBody, kw_only=True):
             for index, block in enumerate(message.blocks):
                 path = f"messages[{place}].content[{index}]"
                 if isinstance(block, ToolResultBlock) and block.tool_use_id not in called:
-                    problem = "is the id of no earlier tool_use block"
+                    problem = "is not the id of an earlier tool_use block"
                     raise bad_value(f"{path}.tool_use_id", block.tool_use_id, problem)
                 if isinstance(block, ToolUseBlock):
                     if message is self.messages[-1]:
-                        problem = "and no message follows with its tool_result"
+                        problem = "but no message with its tool_result follows"
                         raise BadRequest(f"{path} calls {shown(block.name)}, {problem}", path)
                     called.add(block.id)
 
@@ -207,7 +207,11 @@ class CountTokensRequest(RequestBody, kw_only=True):
             tool.check_at(f"tools[{index}]")
             if tool.name in names:
                 path = f"tools[{index}].name"
-                raise bad_value(path, tool.name, "is the name of an earlier tool too")
+                raise bad_value(
+                    path,
+                    tool.name,
+                    "is also the name of an earlier tool; give each tool its own name",
+                )
             names.add(tool.name)
         if choice is not None:
             _check_choice(choice, names)
@@ -216,17 +220,17 @@ class CountTokensRequest(RequestBody, kw_only=True):
 def _check_choice(choice: ToolChoice, names: set[str]) -> None:
     if choice.type in ("any", "tool") and not names:
         raise BadRequest(
-            f"tool_choice.type={choice.type!r} needs tools, and tools is empty", "tool_choice"
+            f"tool_choice.type={choice.type!r} needs tools, but tools is empty", "tool_choice"
         )
     if (choice.type == "tool") != (choice.name is not None):
         raise bad_value(
             "tool_choice.name",
             choice.name,
-            f"does not go with tool_choice.type={choice.type!r}: 'tool' needs the name of a tool, "
-            "and the others take none",
+            f"does not match tool_choice.type={choice.type!r}: type 'tool' needs the name of a "
+            "tool, and the other types do not allow one",
         )
     if choice.name is not None and choice.name not in names:
-        problem = f"is no tool of tools; they are {shown(sorted(names))}"
+        problem = f"is not the name of a tool in tools; available: {shown(sorted(names))}"
         raise bad_value("tool_choice.name", choice.name, problem)
 
 
@@ -281,8 +285,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             raise bad_value(
                 "thinking.budget_tokens",
                 budget,
-                f"does not go with thinking.type={thinking.type!r}: 'enabled' needs it, and the "
-                "others take none",
+                f"does not match thinking.type={thinking.type!r}: type 'enabled' needs it, and "
+                "the other types do not allow it",
             )
         if budget is not None and not MIN_THINKING_TOKENS <= budget < self.max_tokens:
             raise bad_value(
@@ -293,7 +297,8 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
             )
         if thinking.type == "enabled" and choice is not None and choice.type in ("any", "tool"):
             raise BadRequest(
-                f"tool_choice.type={choice.type!r} and thinking.type='enabled' do not go together, "
-                "as Anthropic has it; send tool_choice.type='auto', or leave out thinking",
+                f"tool_choice.type={choice.type!r} and thinking.type='enabled' cannot be "
+                "combined, as in Anthropic's API; send tool_choice.type='auto', or leave out "
+                "thinking",
                 "thinking",
             )

@@ -95,7 +95,7 @@ class MessagesResponseWriter(ResponseWriter):
             self._ending = self._ended(part, called=self._content.called)
 
     def stream_end(self, usage: Usage) -> Iterable[bytes]:
-        assert self._ending is not None, "a stream that ends has begun"
+        assert self._ending is not None, "a stream starts before it finishes"
         for event in self._content.end():
             yield named_event(event)
         usage_of_all, timings = message_usage(usage), self.timings()

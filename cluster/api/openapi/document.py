@@ -26,39 +26,43 @@ _ERRORS = {
     400: "A field, a parameter or a header is wrong; the message names it, its value and the "
     "limit.",
     401: "The key is missing or unknown.",
-    403: "The server is not known by this name (`serve.allowed_hosts`); of the admin API also: the "
-    "origin is not allowed (`serve.allowed_origins`), or there are no keys of operators.",
+    403: "The host name of the request is not allowed (`serve.allowed_hosts`). For the admin API "
+    "also: the origin is not allowed (`serve.allowed_origins`), or the server has no operator "
+    "keys.",
     404: "The model, the stored response, the session, or the request does not exist.",
-    408: "The request did not come in time (`serve.head_timeout_s`, `serve.transfer_timeout_s`), "
-    "or its answer was not complete in the time of the header `x-request-timeout-s`.",
-    409: "The answer that is to be continued was begun by a version of the weights that no engine "
-    "has any more; or another chunk of the session began meanwhile, or it has no so many chunks.",
+    408: "The request did not arrive in time (`serve.head_timeout_s`, "
+    "`serve.transfer_timeout_s`), or its answer was not complete within the time in the "
+    "header `x-request-timeout-s`.",
+    409: "The answer to be continued was started by a version of the weights that no engine has "
+    "any longer; or another chunk of the session started in the meantime; or `session_chunk` "
+    "is above the number of chunks.",
     413: "The body is longer than `serve.max_body_bytes`.",
-    415: "The content type is not application/json, or the content encoding none of gzip and "
+    415: "The content type is not application/json, or the content encoding is neither gzip nor "
     "deflate.",
-    422: "The `idempotency-key` was used for another request, or the `last-event-id` is of another "
-    "answer.",
-    429: "More requests wait than `serve.max_waiting_requests`, or more of their tokens than "
-    "`serve.max_waiting_tokens`, or the key has `serve.sessions_per_key` sessions; the header "
-    "`retry-after` says when to come back.",
-    500: "An engine failed and the request could not be moved.",
-    503: "No engine came in time, stored responses, sessions or another ingress cannot be reached "
-    "now, or there are too many connections, bodies or sessions; try again later.",
-    529: "No engine came in time; try again later.",
+    422: "The `idempotency-key` was used for another request, or the `last-event-id` belongs to "
+    "another answer.",
+    429: "`serve.max_waiting_requests` requests or `serve.max_waiting_tokens` of their tokens "
+    "already wait, or the key already has `serve.sessions_per_key` sessions. The header "
+    "`retry-after` has the seconds to wait before the next try.",
+    500: "An engine failed and the request could not be moved to another one.",
+    503: "No engine was ready in time; or stored responses, sessions or another ingress cannot be "
+    "reached now; or there are too many connections, bodies or sessions. Try again later.",
+    529: "No engine was ready in time. Try again later.",
 }
 _TIMEOUT = {
     "name": deadline.HEADER,
     "in": "header",
     "required": False,
-    "description": "Seconds for which the client waits for the answer; then the request ends.",
+    "description": "The time limit of the whole answer, in seconds; then the request is aborted.",
     "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": deadline.MAX_TIMEOUT_S},
 }
 _EARLY_HEAD = {
     "name": EARLY_HEAD,
     "in": "header",
     "required": False,
-    "description": "1: while a whole answer is computed, status 200 and a blank leave every "
-    "`serve.keep_alive_s`. An error that comes behind them is the body of that 200.",
+    "description": "If 1, the server sends status 200 and then a blank every `serve.keep_alive_s` "
+    "while it computes an answer that is not streamed. An error after that is the body of the "
+    "response with status 200.",
     "schema": {"type": "string", "enum": ["0", "1"]},
 }
 _RESUMPTION = [
@@ -66,29 +70,30 @@ _RESUMPTION = [
         "name": IDEMPOTENCY_KEY,
         "in": "header",
         "required": False,
-        "description": "Names the answer: a request with the same key, caller, path and body gets "
-        "the same answer, while it is computed and for `serve.resumable_age_s` after; events of "
-        "its stream have ids.",
+        "description": "Makes the answer resumable: a request with the same key, caller, path and "
+        "body gets the same answer, while it is computed and for `serve.resumable_age_s` "
+        "afterwards. The events of its stream have ids.",
         "schema": {"type": "string", "pattern": "^[!-~]+$", "maxLength": MAX_KEY_CHARS},
     },
     {
         "name": LAST_EVENT_ID,
         "in": "header",
         "required": False,
-        "description": "The id of the last event that came of a stream with an `idempotency-key`: "
-        "the answer has those behind it.",
+        "description": "The id of the last event that the client received from a stream with an "
+        "`idempotency-key`. The response continues with the event after it.",
         "schema": {"type": "string"},
     },
 ]
 _ENGINES = {
     "x-swell-engine": {
-        "description": "Ranks of the engines that served, in order, comma-separated. A stream that "
-        "moved later, or whose head left before an engine was known, says them all in a comment "
-        "before its end: `: x-swell-engine 0,1`.",
+        "description": "The ranks of the engines that served the request, in order, "
+        "comma-separated. A stream that moved to another engine later, or whose head was sent "
+        "before an engine was chosen, lists all of them in a comment before its end: `: "
+        "x-swell-engine 0,1`.",
         "schema": {"type": "string"},
     },
     "x-swell-version": {
-        "description": "The version of weights and limits that gave the whole answer, as in "
+        "description": "The version of weights and limits that computed the whole answer, as in "
         "`system_fingerprint` and `/admin/cluster`.",
         "schema": {"type": "string"},
     },
@@ -115,8 +120,9 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
         "info": {
             "title": "Swell",
             "version": importlib.metadata.version("swell"),
-            "description": "Large language models on a cluster that may change meanwhile. A path "
-            "with a slash at its end is the one without; bodies may come as gzip or deflate.",
+            "description": "Serves large language models on a cluster whose size, weights and "
+            "limits may change under load. A slash at the end of a path is ignored. Request "
+            "bodies may be compressed with gzip or deflate.",
         },
         "paths": paths,
         "components": {
@@ -125,13 +131,14 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
                 "bearer": {
                     "type": "http",
                     "scheme": "bearer",
-                    "description": "Only where the server was given a file of keys.",
+                    "description": "Needed only if the server has a file of keys "
+                    "(`serve.api_keys_file`, `serve.admin_keys_file`).",
                 },
                 "x-api-key": {
                     "type": "apiKey",
                     "in": "header",
                     "name": "x-api-key",
-                    "description": "The same key, as Anthropic's clients send it.",
+                    "description": "The same key, in the header that Anthropic's clients use.",
                 },
             },
         },
@@ -192,7 +199,7 @@ def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) ->
         properties["event"] = {"type": "string"}
     else:
         properties["data"] = {"anyOf": [{"const": "[DONE]"}, data]}
-    id = {"type": "string", "description": "Only of requests with an `idempotency-key`."}
+    id = {"type": "string", "description": "Present only if the request has an `idempotency-key`."}
     return {
         "type": "object",
         "description": operation.events,

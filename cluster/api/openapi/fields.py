@@ -40,7 +40,7 @@ def annotate_fields(
         if issubclass(kind, HistoryPart):
             _open(schema, "Unknown fields are ignored.")
         elif unknown == "ignore" and kind not in _OPERATORS:
-            _open(schema, "Unknown fields are ignored, and named in the header `x-swell-warning`.")
+            _open(schema, "Unknown fields are ignored, and listed in the header `x-swell-warning`.")
     for kind in bodies:
         _annotate_ecosystem(kind, schemas[kind.__name__])
 
@@ -61,9 +61,9 @@ def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None
     for name, neutral in kind.ECOSYSTEM.neutral.items():
         properties[name] = {"enum": [*neutral, None], "description": describe_neutral(neutral)}
     for name in sorted(kind.ECOSYSTEM.taken):
-        properties[name] = {"description": "Accepted; it changes nothing in the answer."}
+        properties[name] = {"description": "Accepted, without an effect on the answer."}
     for name, target in kind.ECOSYSTEM.means.items():
-        properties[name] = {**properties[target], "description": f"Means `{target}`."}
+        properties[name] = {**properties[target], "description": f"Another name of `{target}`."}
 
 
 _LIMITS: dict[str, Numbers | Integers] = {

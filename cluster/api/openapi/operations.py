@@ -41,8 +41,9 @@ class Operation(NamedTuple):
     status: int = 200
     error: type = ErrorBody
     events: str = (
-        "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error; the "
-        "last one is `data: [DONE]`. Comments (`: ping`) leave while the stream waits."
+        "With `stream: true`: events `data: JSON`, each a chunk or, after a failure, an error. "
+        "The last event is `data: [DONE]`. The server sends comments (`: ping`) while the stream "
+        "waits."
     )
     named_events: bool = False
     """Whether the stream has `event:` lines with the type of each event; such streams do not send
@@ -58,17 +59,25 @@ _convert = partial(Operation, "post", errors=(*_BODY_ERRORS, 404, 503), may_wait
 _change = partial(Operation, "post", answer=admin.Accepted, errors=(*_BODY_ERRORS, 503), status=202)
 
 OPERATIONS = (
-    Operation("get", "/health", "Whether the process is up.", admin.Health),
-    Operation("get", "/ready", "Whether an engine can answer.", admin.Readiness, errors=(503,)),
-    Operation("get", "/metrics", "Metrics for Prometheus.", "text/plain"),
+    Operation("get", "/health", "Check whether the process is up.", admin.Health),
+    Operation(
+        "get",
+        "/ready",
+        "Check whether an engine can make progress.",
+        admin.Readiness,
+        errors=(503,),
+    ),
+    Operation("get", "/metrics", "Get the metrics for Prometheus.", "text/plain"),
     Operation("get", "/ping", "As `/health`.", admin.Health),
     Operation("post", "/ping", "As `/health`.", admin.Health),
-    Operation("get", "/version", "The server's version.", admin.Version),
-    Operation("get", "/load", "How many requests are in the engines.", admin.ServerLoad),
-    _show("/server_info", "How the model is served.", admin.ServerInfo),
-    Operation("get", "/openapi.json", "This document.", JSON),
-    _show("/v1/models", "The models served.", admin.ModelList),
-    _show("/v1/models/{model}", "One model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)),
+    Operation("get", "/version", "Get the version of the server.", admin.Version),
+    Operation("get", "/load", "Get the number of requests in the engines.", admin.ServerLoad),
+    _show("/server_info", "Get the served model, its limits and its parsers.", admin.ServerInfo),
+    Operation("get", "/openapi.json", "Get this document.", JSON),
+    _show("/v1/models", "List the served models.", admin.ModelList),
+    _show(
+        "/v1/models/{model}", "Get one served model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)
+    ),
     _answer(
         "/v1/completions",
         "Continue texts or token ids.",
@@ -85,7 +94,7 @@ OPERATIONS = (
     ),
     _answer(
         "/v1/responses",
-        "Answer a conversation in items, and keep the answer for later.",
+        "Answer a conversation of items, and store the answer for later requests.",
         ResponseBody,
         responses.ResponsesRequest,
         ResponseEvent,
@@ -96,27 +105,38 @@ OPERATIONS = (
     _stored(
         "get",
         "/v1/responses/{id}",
-        "A stored response, or how far one in the background is.",
+        "Get a stored response, or the status of one that runs in the background.",
         ResponseBody,
     ),
-    _stored("delete", "/v1/responses/{id}", "Forget a stored response.", ResponseDeleted),
-    _stored("post", "/v1/responses/{id}/cancel", "End a response in the background.", ResponseBody),
+    _stored("delete", "/v1/responses/{id}", "Delete a stored response.", ResponseDeleted),
+    _stored(
+        "post",
+        "/v1/responses/{id}/cancel",
+        "Cancel a response that runs in the background.",
+        ResponseBody,
+    ),
     _stored(
         "get",
         "/v1/responses/{id}/input_items",
-        "What a stored response was given, in pages.",
+        "List the input items of a stored response, in pages.",
         ResponseItemList,
     ),
     Operation(
         "post",
         "/v1/sessions",
-        "Begin a session: a prompt that grows by chunks, each a request to `/v1/completions`.",
+        "Create a session: a prompt that grows by chunks, each of which is a request to "
+        "`/v1/completions`.",
         sessions.SessionBody,
         sessions.CreateSessionRequest,
         errors=(*_BODY_ERRORS, 429, 503),
     ),
-    _stored("get", "/v1/sessions/{id}", "How far a session has come.", sessions.SessionBody),
-    _stored("delete", "/v1/sessions/{id}", "End a session.", sessions.SessionDeleted),
+    _stored(
+        "get",
+        "/v1/sessions/{id}",
+        "Get the number of chunks and tokens of a session.",
+        sessions.SessionBody,
+    ),
+    _stored("delete", "/v1/sessions/{id}", "Delete a session.", sessions.SessionDeleted),
     _answer(
         "/v1/messages",
         "Answer a conversation, as Anthropic's API does.",
@@ -131,7 +151,7 @@ OPERATIONS = (
     ),
     _convert(
         "/v1/messages/count_tokens",
-        "How many tokens a conversation is to the model.",
+        "Count the tokens of a conversation.",
         TokenCount,
         anthropic.CountTokensRequest,
         errors=(*_BODY_ERRORS, 404, 529),
@@ -139,14 +159,14 @@ OPERATIONS = (
     ),
     _answer(
         "/v1/embeddings",
-        "The embeddings of texts, by a model that gives embeddings.",
+        "Compute embeddings of texts, with an embedding model.",
         pooling.EmbeddingList,
         pooling.EmbeddingRequest,
     ),
     *(
         _answer(
             path,
-            "The probabilities of classes of texts, by a model with a classification head.",
+            "Compute the class probabilities of texts, with a classification model.",
             pooling.ClassificationList,
             pooling.ClassifyRequest,
         )
@@ -155,7 +175,7 @@ OPERATIONS = (
     *(
         _answer(
             path,
-            "The scores of pairs of texts, by a cross-encoder or by cosines of embeddings.",
+            "Score pairs of texts, with a cross-encoder or by the cosine of their embeddings.",
             pooling.ScoreList,
             pooling.ScoreRequest,
         )
@@ -164,7 +184,7 @@ OPERATIONS = (
     *(
         _answer(
             path,
-            "Documents by their scores with a query, the best first.",
+            "Sort documents by their scores with a query, the best first.",
             pooling.RerankResponse,
             pooling.RerankRequest,
         )
@@ -172,20 +192,20 @@ OPERATIONS = (
     ),
     _convert(
         "/tokenize",
-        "The token ids of a text or a conversation.",
+        "Get the token ids of a text or a conversation.",
         tokenize.TokenizeResponse,
         tokenize.TokenizeRequest,
     ),
     _convert(
         "/detokenize",
-        "The text of token ids.",
+        "Get the text of token ids.",
         tokenize.DetokenizeResponse,
         tokenize.DetokenizeRequest,
     ),
     Operation(
         "post",
         "/v1/load_lora_adapter",
-        "Let requests name an adapter (LoRA) as their model, at every ingress.",
+        "Load a LoRA adapter; requests to any ingress can then use its name as their model.",
         "text/plain",
         changes.LoadAdapterRequest,
         errors=(*_BODY_ERRORS, 503),
@@ -193,40 +213,51 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/unload_lora_adapter",
-        "Forget such an adapter; what has begun with it ends with it.",
+        "Unload a LoRA adapter. Requests that already use it finish with it.",
         "text/plain",
         changes.UnloadAdapterRequest,
         errors=(*_BODY_ERRORS, 404, 503),
     ),
-    _show("/admin/idle", "Whether all is free.", admin.IdleReport),
-    _show("/admin/cluster", "The cluster's state.", admin.ClusterState, errors=(*_KEY_ERRORS, 503)),
+    _show(
+        "/admin/idle",
+        "Check that all engines are idle: every slot and KV block is free.",
+        admin.IdleReport,
+    ),
+    _show(
+        "/admin/cluster",
+        "Get the state of the cluster.",
+        admin.ClusterState,
+        errors=(*_KEY_ERRORS, 503),
+    ),
     _show(
         "/admin/requests/{id}",
-        "What happened to a request that runs or ended lately, by the id of its answer or its "
-        "`x-request-id`, whichever ingress served it.",
+        "Get the timeline of a request that runs or finished recently, by the id of its response "
+        "or its `x-request-id`, no matter which ingress served it.",
         admin.RequestStories,
         errors=(*_KEY_ERRORS, 404, 503),
     ),
-    _change("/admin/scale", "Grow or shrink to a number of engines.", body=changes.ScaleRequest),
-    _change("/admin/drain", "Take one engine out when it has finished.", body=changes.DrainRequest),
+    _change("/admin/scale", "Change the number of engines.", body=changes.ScaleRequest),
+    _change(
+        "/admin/drain",
+        "Remove one engine after it has finished its requests.",
+        body=changes.DrainRequest,
+    ),
     _change(
         "/admin/upgrade",
-        "Replace the engines by those of another configuration, one after the other.",
+        "Replace the engines by engines with another configuration, one after the other.",
         body=changes.UpgradeRequest,
     ),
     _change(
         "/admin/update_weights",
-        "Let the engines have the weights of another folder, one after the other.",
+        "Load the weights of another folder into the running engines, one after the other.",
         body=changes.WeightsRequest,
     ),
-    _change(
-        "/admin/pause", "Let all engines stop; requests wait in them.", body=changes.SwitchRequest
-    ),
-    _change("/admin/resume", "Let all engines go on.", body=changes.SwitchRequest),
+    _change("/admin/pause", "Pause all engines. Their requests wait.", body=changes.SwitchRequest),
+    _change("/admin/resume", "Resume all paused engines.", body=changes.SwitchRequest),
     _change(
         "/admin/sleep",
-        "Let all engines stop and give memory back, until they are woken up.",
+        "Put all engines to sleep: they stop and free memory until they are woken up.",
         body=changes.SleepRequest,
     ),
-    _change("/admin/wake", "Let engines that sleep go on.", body=changes.SwitchRequest),
+    _change("/admin/wake", "Wake up the sleeping engines.", body=changes.SwitchRequest),
 )

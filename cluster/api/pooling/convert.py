@@ -66,8 +66,8 @@ def score_pairs(body: ScoreRequest) -> Pairs:
     firsts, seconds = (_texts(name, getattr(body, name)) for name in names)
     if len(firsts) not in (1, len(seconds)):
         raise BadRequest(
-            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; send one text in "
-            f"{names[0]}, or as many as in {names[1]}",
+            f"{names[0]} has {len(firsts)} texts and {names[1]} has {len(seconds)}; send one text "
+            f"in {names[0]}, or the same number as in {names[1]}",
             names[0],
         )
     return Pairs(firsts, seconds, (names[0], names[1]))
@@ -79,7 +79,7 @@ def rerank_pairs(body: RerankRequest) -> Pairs:
     if not documents:
         raise bad_value("documents", documents, "is empty; at least one document is needed")
     if body.top_n is not None and body.top_n < 0:
-        raise bad_value("top_n", body.top_n, "must be at least 0, which means all documents")
+        raise bad_value("top_n", body.top_n, "must be at least 0; 0 returns all documents")
     return Pairs([body.query], documents, ("query", "documents"))
 
 
@@ -140,14 +140,14 @@ def _truncate(body: PoolingBody) -> TruncatePrompts | None:
     if body.truncate is None:
         return None
     if body.truncate_prompt_tokens is not None:
-        rule = "and truncate_prompt_tokens both say what is cut; send one of them"
+        rule = "and truncate_prompt_tokens both set the truncation; send one of them"
         raise bad_value("truncate", body.truncate, rule)
     return _TRUNCATE[str(body.truncate).lower()]
 
 
 def _input_type(body: EmbeddingRequest) -> str | None:
     if body.input_type is not None and body.prompt_name is not None:
-        rule = "and prompt_name both choose a prompt of the model; send one of them"
+        rule = "and prompt_name both select a prompt of the model; send one of them"
         raise bad_value("input_type", body.input_type, rule)
     return body.input_type
 

@@ -82,7 +82,7 @@ class BackgroundRunner:
         if not await self._store.call(begin):
             raise HTTPError(
                 503,
-                "there is no room for another response in the background: what runs fills "
+                "there is no room for another background response: the running ones use all of "
                 "serve.stored_responses or serve.stored_response_bytes; try again later",
                 "store_full",
             )

@@ -56,7 +56,7 @@ class TextFormat(RequestBody, kw_only=True):
             )
         if self.type != "json_schema" and self.schema is not None:
             raise BadRequest(
-                f"text.format.type={self.type!r} takes no text.format.schema; send "
+                f"text.format.type={self.type!r} does not allow text.format.schema; send "
                 "type='json_schema'",
                 "text.format.schema",
             )
@@ -190,8 +190,8 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             raise BadRequest("stream_options is only allowed with stream=true", "stream_options")
         if self.stream_options is not None and self.stream_options.continuous_usage_stats:
             raise BadRequest(
-                "stream_options.continuous_usage_stats=true is not supported: the usage of a "
-                "response stands in its last event; leave it out",
+                "stream_options.continuous_usage_stats=true is not supported: the last event of "
+                "the response has its usage; leave it out",
                 "stream_options.continuous_usage_stats",
                 "unsupported_value",
             )
@@ -199,7 +199,8 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             return
         if self.store is False:
             raise BadRequest(
-                "background=true needs store=true: the answer can only be retrieved", "store"
+                "background=true needs store=true: the answer can only be retrieved from the store",
+                "store",
             )
 
     def _check_include(self) -> None:
@@ -224,7 +225,8 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     for key, value in pairs.items():
         if len(key) > MAX_METADATA_KEY_CHARS or len(value) > MAX_METADATA_VALUE_CHARS:
             raise BadRequest(
-                f"metadata[{shown(key)}]: a key may have {MAX_METADATA_KEY_CHARS} characters and "
-                f"a value {MAX_METADATA_VALUE_CHARS}, and these have {len(key)} and {len(value)}",
+                f"metadata[{shown(key)}]: the key has {len(key)} characters and the value "
+                f"{len(value)}; at most {MAX_METADATA_KEY_CHARS} and {MAX_METADATA_VALUE_CHARS} "
+                "are allowed",
                 "metadata",
             )

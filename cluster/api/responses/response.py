@@ -141,7 +141,7 @@ def item_list(
     ordered = list(reversed(items)) if newest_first else list(items)
     ids = [item.id for item in ordered]
     if after is not None and after not in ids:
-        raise bad_value("after", after, "is the id of no input item")
+        raise bad_value("after", after, "is not the id of an input item")
     start = 0 if after is None else ids.index(after) + 1
     page = ordered[start : start + limit]
     return ResponseItemList(

@@ -178,7 +178,7 @@ class ResponseRoutes:
         wanted = body.background or body.store
         if wanted and not possible:
             raise BadRequest(
-                "this server keeps no responses (serve.stored_responses=0), so store=true and "
+                "this server stores no responses (serve.stored_responses=0), so store=true and "
                 "background=true are not supported",
                 "background" if body.background else "store",
                 "unsupported_value",
@@ -211,7 +211,7 @@ class ResponseRoutes:
             response.store = await self._store.keep(answer.key, answer.stored)
         elif not await self._background.store(answer.key, answer.stored):
             response.output = []
-            response.fail("there is no room for the answer in serve.stored_response_bytes")
+            response.fail("the answer does not fit into serve.stored_response_bytes")
             await self._background.store(answer.key, answer.stored)
 
     async def _count_reasoning(self, response: ResponseBody) -> None:
@@ -263,7 +263,7 @@ class ResponseRoutes:
         try:
             params = await self._process_chat(again, chat, size, identity)
         except BadRequest as error:  # this ingress has other limits
-            response.fail(f"it could not be taken over by another ingress: {error}")
+            response.fail(f"another ingress could not take over the response: {error}")
             return await self._finalize(answer)
         handle = partial(self._services.serving.handle_admitted, again, params, identity=identity)
         await self._run(handle, self._writer(answer, params, identity))
@@ -300,7 +300,7 @@ class ResponseRoutes:
     async def _retrieve(self, request: Request) -> Response:
         query = self._query(request, "stream", "include_obfuscation")
         if query.get("stream", "false") != "false":
-            problem = "is not supported: a stored response is not streamed; leave it out"
+            problem = "is not supported: a stored response cannot be streamed; leave it out"
             raise bad_value("stream", query["stream"], problem, "unsupported_value")
         found = await self._find(request, Read)
         is_current = found.status in (StoredStatus.DONE, StoredStatus.RUNNING)
@@ -312,8 +312,8 @@ class ResponseRoutes:
         response = _current_response(await self._find(request, Cancel))
         if not response.background:
             raise BadRequest(
-                f"the response {request.path_params['id']!r} was not made with background=true; "
-                "such a one is cancelled by closing its connection",
+                f"the response {request.path_params['id']!r} was not created with "
+                "background=true; to cancel such a response, close its connection",
                 "id",
                 "not_in_background",
             )
@@ -360,8 +360,8 @@ def _conversation(
             raise bad_value(
                 "previous_response_id",
                 body.previous_response_id,
-                f"is {response.status}; only a response that is completed or incomplete can be "
-                "continued",
+                f"has the status {response.status}; only a response that is completed or "
+                "incomplete can be continued",
             )
         before = [*items_of(found.kept), *response.output]
     return chat_request(body, own, before), _encode([*before, *own])
@@ -379,7 +379,7 @@ def _current_response(found: StoredLookup) -> ResponseBody:
         response.status = "cancelled"
     if found.status is StoredStatus.LOST:
         response.fail(
-            "the ingresses that computed the response are gone, one after the other; it is not "
-            "computed again",
+            "several ingresses were lost while they computed the response, so it is not computed "
+            "again; send the request again",
         )
     return response

@@ -48,7 +48,7 @@ class ResponseStoreClient:
             return stored is True or await self.call(Read(id)) is not None
         except StoreUnavailable:
             self._unavailable_until_s = time.monotonic() + _UNAVAILABLE_S
-            self._log.warning("responses are not kept", for_s=_UNAVAILABLE_S)
+            self._log.warning("responses are not stored", for_s=_UNAVAILABLE_S)
             return False
 
     async def found(self, request: Read | Cancel | Delete) -> StoredLookup:
@@ -58,7 +58,7 @@ class ResponseStoreClient:
             raise HTTPError(
                 404,
                 f"there is no response {response_id_of(request.id)!r}: it was not stored, was "
-                "deleted, or had to make room for others",
+                "deleted, or was evicted to make room for others",
                 "response_not_found",
             )
         return found

@@ -54,8 +54,9 @@ def parse_event_id(text: str) -> EventId:
     found = _FORM.match(text)
     if found is None:
         raise BadRequest(
-            f"the header {LAST_EVENT_ID}={shown(text)} is no id of an event of this server; send "
-            "the id of the last event that came, or leave the header out to get the whole answer",
+            f"the header {LAST_EVENT_ID}={shown(text)} is not an event id of this server; send "
+            "the id of the last event that you received, or leave out the header to get the whole "
+            "answer",
             LAST_EVENT_ID,
             "invalid_event_id",
         )

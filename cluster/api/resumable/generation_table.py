@@ -45,10 +45,10 @@ class GenerationTable:
         own = [one for one in self if one.owner == owner]
         if owner and len(own) >= limits.resumable_answers_per_key:
             limit = f"serve.resumable_answers_per_key={limits.resumable_answers_per_key}"
-            self._make_place(own, 429, f"of this API key run that can be resumed ({limit})")
+            self._make_place(own, 429, f"of this API key are running ({limit})")
         if len(self) >= limits.resumable_answers:
             limit = f"serve.resumable_answers={limits.resumable_answers}"
-            self._make_place([*self], 503, f"run here that can be resumed ({limit})")
+            self._make_place([*self], 503, f"of this server are running ({limit})")
         self._kept[owner, generation.key] = generation
         self.size_bytes += generation.size_bytes
 
@@ -57,7 +57,8 @@ class GenerationTable:
         if unread is None:
             raise HTTPError(
                 status,
-                f"{len(among)} answers {full}; try again later, or leave out idempotency-key",
+                f"{len(among)} resumable answers {full}; try again later, or leave out "
+                "idempotency-key",
                 "too_many_resumable_answers",
                 RETRY_AFTER,
             )

@@ -129,8 +129,8 @@ class ResumableAnswers:
     def _check_possible(self, body: Any, last: EventId | None) -> None:
         if not self._limits.resumable_answers:
             raise BadRequest(
-                f"this server keeps no answers (serve.resumable_answers=0): leave out the header "
-                f"{IDEMPOTENCY_KEY}",
+                "this server has no resumable answers (serve.resumable_answers=0); leave out the "
+                f"header {IDEMPOTENCY_KEY}",
                 IDEMPOTENCY_KEY,
                 "unsupported_value",
             )
@@ -157,7 +157,7 @@ class ResumableAnswers:
         number = 0 if last is None else last.number
         await with_deadline(request, generation.reached(number))
         if generation.count < number:
-            problem = f"names event {number}; the answer has {generation.count}"
+            problem = f"is above the number of events in the answer, {generation.count}"
             raise bad_value(LAST_EVENT_ID, number, problem, "invalid_event_id")
         events = generation.events_after(number)
         return EventStreamResponse(events, headers, on_end=reading.pop_all().close)
@@ -198,15 +198,15 @@ class ResumableAnswers:
         if version and version not in self._versions():
             raise HTTPError(
                 409,
-                f"the answer was begun by version {shown(version)} of the weights, which no engine "
-                f"has any more, {gone} of the present version",
+                f"the answer was started by version {shown(version)} of the weights, which no "
+                f"engine has any longer, {gone} from the current version",
                 "version_gone",
             )
         if last.origin.adapter != adapter:
             raise HTTPError(
                 409,
-                "the answer was begun with an adapter that was unloaded since, or has other files "
-                f"now, {gone} with the present one",
+                "the answer was started with an adapter that has been unloaded or replaced since, "
+                f"{gone} from the current adapter",
                 "adapter_gone",
             )
 
@@ -240,7 +240,7 @@ class ResumableAnswers:
                 self._table.grew(generation, len(response.body))
         except asyncio.CancelledError:
             self._count("aborted")
-            generation.fail(EngineGone("the answer was aborted: no client has read it"))
+            generation.fail(EngineGone("the answer was aborted, because no client was reading it"))
         except Exception as error:
             generation.fail(error)
         finally:

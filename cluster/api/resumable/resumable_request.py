@@ -33,15 +33,15 @@ def read_headers(request: Request) -> ResumableHeaders | None:
         return None
     if key is None:
         raise BadRequest(
-            f"the header {LAST_EVENT_ID}={shown(last)} continues an answer that was requested with "
-            f"the header {IDEMPOTENCY_KEY}: send that one too, and the same body",
+            f"the header {LAST_EVENT_ID}={shown(last)} continues an answer that was requested "
+            f"with the header {IDEMPOTENCY_KEY}; send that header too, with the same body",
             IDEMPOTENCY_KEY,
             "missing_idempotency_key",
         )
     if not _KEY.match(key):
         raise BadRequest(
-            f"the header {IDEMPOTENCY_KEY}={shown(key)} must be 1 to {MAX_KEY_CHARS} visible ASCII "
-            "characters; a new UUID for each answer is best",
+            f"the header {IDEMPOTENCY_KEY}={shown(key)} must be 1 to {MAX_KEY_CHARS} visible "
+            "ASCII characters; use a new UUID for each answer",
             IDEMPOTENCY_KEY,
             "invalid_idempotency_key",
         )
@@ -79,7 +79,8 @@ def check_same_answer(sent: ResumableHeaders, name: str, known: str | None) -> N
     if sent.last_event is not None and sent.last_event.origin.name != name:
         raise HTTPError(
             422,
-            f"{LAST_EVENT_ID} is of another answer: a request that continues one must have the "
-            f"{IDEMPOTENCY_KEY}, the API key, the path and the body of that which began it",
+            f"{LAST_EVENT_ID} belongs to another answer: a request that continues an answer must "
+            f"have the same {IDEMPOTENCY_KEY}, API key, path and body as the request that started "
+            "it",
             "event_of_another_answer",
         )

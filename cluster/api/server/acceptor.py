@@ -61,7 +61,7 @@ class Acceptor:
             except ConnectionAbortedError:
                 continue
             except OSError as error:
-                self._log.error("no connection can be taken", error=str(error))
+                self._log.error("cannot accept connections", error=str(error))
                 self._loop.remove_reader(self._listener)
                 self._paused = self._loop.call_later(PAUSE_S, self._listen)
                 return

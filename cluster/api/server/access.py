@@ -72,8 +72,8 @@ class Access:
         if self._admin_closed:
             raise HTTPError(
                 403,
-                "the admin API is closed: serve.api_keys_file is set, and keys of users open "
-                "nothing here; set serve.admin_keys_file to a file with keys of operators",
+                "the admin API is closed: serve.api_keys_file is set, and user keys do not open "
+                "the admin API; set serve.admin_keys_file to a file with operator keys",
                 "no_admin_keys",
             )
         self._admin_keys.check(request)
@@ -84,8 +84,8 @@ class Access:
             if name and not (_is_address(name) or name in self._hosts or "*" in self._hosts):
                 raise HTTPError(
                     403,
-                    f"this server is not known as {shown(name)}; add the name to "
-                    "serve.allowed_hosts, or use its address",
+                    f"the host name {shown(name)} is not allowed; add it to serve.allowed_hosts, "
+                    "or use the server's IP address",
                     "host_not_allowed",
                 )
 

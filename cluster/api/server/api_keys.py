@@ -50,20 +50,20 @@ class ApiKeys:
             _LOG.warning(text)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(
-                f"{setting}={path!r} has more than {MAX_FILE_BYTES} bytes; at most so many are read"
+                f"{setting}={path!r} has more than {MAX_FILE_BYTES} bytes; shorten it"
             )
         self._hashes = []
         for number, line in enumerate(content.splitlines(), 1):
             found = _LINE.fullmatch(line)
             if found is None:  # the error must not show the key
                 raise ConfigError(
-                    f"{setting}={path!r}, line {number}: a key is visible ASCII without spaces and "
-                    "'#', one a line; a comment is behind a space"
+                    f"{setting}={path!r}, line {number}: a key must be visible ASCII without "
+                    "spaces and '#', one key per line; put a space before a comment"
                 )
             if key := found[1] or found[2]:
                 self._hashes.append(hashlib.sha256(key).digest())
         if not self._hashes:
-            raise ConfigError(f"{setting}={path!r} holds no key")
+            raise ConfigError(f"{setting}={path!r} contains no key")
 
     def check(self, request: Request) -> SecretText:
         """Returns a name for the key of the request that does not reveal the key; empty if no keys
@@ -108,7 +108,7 @@ def _check_single(request: Request) -> None:
     for name in ("authorization", "x-api-key"):
         count = len(request.headers.getlist(name))
         if count > 1:
-            raise HTTPError(400, f"the header {name} stands {count} times; send one")
+            raise HTTPError(400, f"the header {name} appears {count} times; send it once")
 
 
 def _presented_keys(request: Request) -> Iterator[SecretText]:

@@ -101,7 +101,8 @@ class LimitedConnection(HttpToolsProtocol):
             self._refuse(
                 HTTPError(
                     503,
-                    f"this server has {self.most_connections} connections already; try again later",
+                    f"this server already has its limit of connections, {self.most_connections}; "
+                    "try again later",
                     "too_many_connections",
                 )
             )
@@ -165,7 +166,10 @@ class LimitedConnection(HttpToolsProtocol):
             while part:
                 part = self._parsed(part)
         except httptools.HttpParserError:
-            text = "what came is no request of HTTP/1.1, or no body that its head announces"
+            text = (
+                "the received bytes are not a valid HTTP/1.1 request, or the body does not match "
+                "its headers"
+            )
             self._refusal = self._refusal or HTTPError(400, text, "invalid_request")
 
     def _parsed(self, part: bytes) -> bytes:
@@ -232,7 +236,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self._refusal is None and len(self.pipeline) >= MAX_PIPELINED:
             self._refusal = HTTPError(
                 400,
-                f"more than {MAX_PIPELINED} requests wait on this connection",
+                f"more than {MAX_PIPELINED} pipelined requests wait on this connection",
                 "too_many_requests",
             )
         if self._refusal is not None:
@@ -267,7 +271,7 @@ class LimitedConnection(HttpToolsProtocol):
         if self.cycle is not None and self.cycle.more_body and self.cycle.response_complete:
             self._linger()
         if self._deferred is not None and not self.pipeline and not self.transport.is_closing():
-            assert self._answering is not None, "an answer has ended"
+            assert self._answering is not None, "a deferred refusal waits for an answer"
             if self._answering.response_complete:
                 self._write_refusal(self._deferred)
         if self._has_unsent():  # too little for `pause_writing`, but a connection waits for it
@@ -290,7 +294,11 @@ class LimitedConnection(HttpToolsProtocol):
                 431, f"the request's {what} has more than {MAX_HEAD_BYTES} bytes", code
             )
         if self._chunks > MAX_CHUNKS:
-            return HTTPError(400, "the body comes in chunks that are too small", "chunks_too_small")
+            return HTTPError(
+                400,
+                "the body arrives in chunks that are too small; send larger chunks",
+                "chunks_too_small",
+            )
         return None
 
     def _arm_read_timer(self, timeout_s: float) -> None:
@@ -320,11 +328,15 @@ class LimitedConnection(HttpToolsProtocol):
                 self.transport.close()
         else:
             what = (
-                f"the body stopped for serve.transfer_timeout_s={limits.transfer_timeout_s:g} s, "
-                f"or comes with less than {MIN_BODY_RATE} bytes a second"
+                "no bytes of the body arrived for "
+                f"serve.transfer_timeout_s={limits.transfer_timeout_s:g} s, or it is slower than "
+                f"{MIN_BODY_RATE} bytes per second"
             )
             if self._read_state is _ReadState.HEAD:
-                what = f"no whole head came within serve.head_timeout_s={limits.head_timeout_s:g} s"
+                what = (
+                    "the request head was not complete within "
+                    f"serve.head_timeout_s={limits.head_timeout_s:g} s"
+                )
             self._refuse(HTTPError(408, what, "request_timeout"))
 
     def _refuse(self, refusal: HTTPError) -> None:

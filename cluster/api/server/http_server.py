@@ -160,7 +160,10 @@ class EdgeServer:
         """Terminates the process if the server has stopped although `stop` was not called, so that
         the replica is replaced."""
         if not self._server.should_exit and not task.cancelled():
-            process.exit_process("HTTP server", task.exception() or RuntimeError("it returned"))
+            process.exit_process(
+                "HTTP server",
+                task.exception() or RuntimeError("it stopped without a request to stop"),
+            )
 
     async def stop(self, end_requests: Callable[[float], None] = lambda _: None) -> None:
         """Stops accepting, waits until the streams have finished, then returns. After the drain

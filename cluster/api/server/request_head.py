@@ -20,24 +20,24 @@ def head_refusal(method: bytes, target: bytes, version: str, headers: Headers) -
     """Returns the reason for which a request with this head is refused; None: it is accepted. Names
     of headers must be lower case."""
     if version not in ("1.0", "1.1"):
-        return HTTPError(505, f"HTTP/{version} is not spoken here; send HTTP/1.1", _CODE)
+        return HTTPError(505, f"HTTP/{version} is not supported; send HTTP/1.1", _CODE)
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version == "1.1"):
-        return HTTPError(400, f"the header host stands {len(hosts)} times; send one", _CODE)
+        return HTTPError(400, f"the header host appears {len(hosts)} times; send it once", _CODE)
     return _target_refusal(method, target, hosts) or _framing_refusal(version, headers)
 
 
 def _target_refusal(method: bytes, target: bytes, hosts: list[bytes]) -> HTTPError | None:
     text = shown(target.decode("latin-1"))
     if b"#" in target:
-        return HTTPError(400, f"the target {text} has a fragment, which stays with clients", _CODE)
+        return HTTPError(400, f"the target {text} must not have a fragment ('#')", _CODE)
     if target.startswith(b"/") or (target, method) == (b"*", b"OPTIONS"):
         return None
     named = _ABSOLUTE.match(target)
     if named is None:
-        return HTTPError(400, f"the target {text} is no path; it begins with '/'", _CODE)
+        return HTTPError(400, f"the target {text} must be a path that begins with '/'", _CODE)
     if [named[1].lower()] != [host.strip().lower() for host in hosts]:
-        return HTTPError(400, f"the target {text} names another host than the header", _CODE)
+        return HTTPError(400, f"the target {text} names another host than the header host", _CODE)
     return None
 
 
@@ -46,7 +46,9 @@ def _framing_refusal(version: str, headers: Headers) -> HTTPError | None:
     if not codings:
         return None
     if version == "1.0":
-        return HTTPError(400, "HTTP/1.0 has no transfer-encoding; send content-length", _CODE)
+        return HTTPError(
+            400, "HTTP/1.0 does not support transfer-encoding; send content-length", _CODE
+        )
     if codings != [b"chunked"]:
         coding = shown(b", ".join(codings).decode("latin-1"))
         return HTTPError(501, f"transfer-encoding {coding} is not supported; send 'chunked'", _CODE)

@@ -131,10 +131,10 @@ class SessionClient:
         reply = await self._until_answered(CreateSession(key, session))
         if reply is SessionReply.FULL:
             limit = f"serve.sessions={self._limits.sessions}"
-            raise _full(503, f"there are {limit} sessions already")
+            raise _full(503, f"the limit of sessions is reached ({limit})")
         if reply is SessionReply.OWNER_FULL:
             limit = f"serve.sessions_per_key={self._limits.sessions_per_key}"
-            raise _full(429, f"your key has {limit} sessions already")
+            raise _full(429, f"the limit of sessions of your key is reached ({limit})")
         self._copy(key, session)
         return id, session
 
@@ -185,8 +185,8 @@ class SessionClient:
         if reply is SessionReply.SUPERSEDED:
             raise HTTPError(
                 409,
-                f"another chunk of the session {shown(chunk.id)} began while this one was "
-                "answered, so this one is no part of the session",
+                f"another chunk of the session {shown(chunk.id)} started while this one was being "
+                "answered, so this one is not part of the session",
                 "chunk_superseded",
             )
         if reply is not SessionReply.OK:
@@ -225,7 +225,7 @@ class SessionClient:
     def _found(self, id: str, reply: Any) -> Session:
         if reply is SessionReply.FULL:
             limit = f"serve.session_bytes={self._limits.session_bytes}"
-            raise _full(503, f"the sessions fill {limit}")
+            raise _full(503, f"the sessions use all of {limit}")
         if not isinstance(reply, Session):
             raise _not_found(id)
         return reply
@@ -270,7 +270,7 @@ class SessionClient:
                 self._log.exception("report of sessions", error)
 
     async def _report(self) -> None:
-        assert self._calls is not None, "it has sessions"
+        assert self._calls is not None, "the server has sessions"
         sent = {key: session.revision for key, (session, _used_s) in self._copies.items()}
         report = ReportSessions(
             [*sent], [*sent.values()], list({chunk.key for chunk in self._open})
@@ -298,8 +298,8 @@ class SessionClient:
 def _not_found(id: str) -> HTTPError:
     return HTTPError(
         404,
-        f"there is no session {shown(id)}: it was ended, or no chunk of it came for "
-        "serve.session_idle_s, or it was lost with the processes that kept it",
+        f"there is no session {shown(id)}: it was deleted, or received no chunk for "
+        "serve.session_idle_s, or was lost with the processes that stored it",
         "session_not_found",
     )
 
@@ -307,7 +307,7 @@ def _not_found(id: str) -> HTTPError:
 def _full(status: int, problem: str) -> HTTPError:
     return HTTPError(
         status,
-        f"{problem}; end some (DELETE /v1/sessions/ID), or try again later",
+        f"{problem}; delete sessions (DELETE /v1/sessions/ID), or try again later",
         "too_many_sessions",
         RETRY_AFTER,
     )

@@ -71,8 +71,8 @@ class SessionRoutes:
         services, id = self._services, str(body.session)
         if identity.is_repeatable and body.session_chunk is None:
             raise BadRequest(
-                "session_chunk is needed with an Idempotency-Key: the number of chunks before this "
-                "one, so that the answer may be computed again",
+                "a request with an Idempotency-Key needs session_chunk, the number of chunks "
+                "before this one, so that the answer can be computed again",
                 "session_chunk",
                 "missing_field",
             )
@@ -189,6 +189,6 @@ async def _of_session(
         if error.code != "context_length_exceeded" or not chunk.num_tokens:
             raise
         raise error.with_note(
-            f" {chunk.num_tokens} of the tokens are the session's: begin another session, or go "
-            "back with session_chunk."
+            f" {chunk.num_tokens} of these tokens belong to the session: create another session, "
+            "or go back to an earlier chunk with session_chunk."
         ) from None

@@ -58,7 +58,7 @@ class StoreCalls:
             self._failures += 1
             if self._failures.bit_count() == 1:  # logs the first, second, fourth, ... failure
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
-                self._log.warning("no answer of the store", failures=self._failures, error=reason)
+                self._log.warning("the store did not answer", failures=self._failures, error=reason)
             raise StoreUnavailable(self._what) from None
         self._failures = 0
         return reply

@@ -187,9 +187,9 @@ WRONG: dict[str, tuple[str, dict[str, Any] | bytes, int, str]] = {
     "no name": (LOAD, {"lora_path": "/a"}, 400, "lora_name"),
     "empty name": (LOAD, {"lora_name": "", "lora_path": "/a"}, 400, "1 to 256"),
     "long name": (LOAD, {"lora_name": "n" * 257, "lora_path": "/a"}, 400, "1 to 256"),
-    "line": (LOAD, {"lora_name": "a\nb", "lora_path": "/a"}, 400, "can be printed"),
-    "the model": (LOAD, {"lora_name": "fake", "lora_path": "/a"}, 400, "is that of the model"),
-    "of the configuration": (LOAD, {"lora_name": "own", "lora_path": "/a"}, 400, "stay as they"),
+    "line": (LOAD, {"lora_name": "a\nb", "lora_path": "/a"}, 400, "printable"),
+    "the model": (LOAD, {"lora_name": "fake", "lora_path": "/a"}, 400, "belongs to the model"),
+    "of the configuration": (LOAD, {"lora_name": "own", "lora_path": "/a"}, 400, "cannot be replaced"),
     "no text": (LOAD, {"lora_name": 7, "lora_path": "/a"}, 400, "lora_name"),
     "no flag": (LOAD, {"lora_name": "x", "lora_path": "/a", "load_inplace": 1}, 400, "inplace"),
     "unknown field": (LOAD, {"lora_name": "x", "lora_path": "/a", "rank": 1}, 400, "rank"),
@@ -253,7 +253,7 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         assert (await load("good", made(tmp_path, "a")))[0] == 200
         monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 0.5)
         assert {status for status, _ in late} == {503}
-        assert all("the folder may hang" in text for _, text in late)
+        assert all("its file system may hang" in text for _, text in late)
         assert (await load("again", str(hanging)))[0] == 503
         status, text = await load("other", made(tmp_path, "b"))
         assert status == 503 and "8 reads of folders are under way" in text

@@ -73,7 +73,7 @@ def test_another_name_of_a_form_is_this_form(name: str, value: Any, own: str) ->
 @pytest.mark.parametrize(("name", "value", "own"), FORMS)
 def test_two_forms_are_refused_by_name(name: str, value: Any, own: str) -> None:
     other = {"guided_choice": ["x"]} if own != "choice" else {"regex": "x"}
-    with pytest.raises(BadRequest, match="both give a form") as caught:
+    with pytest.raises(BadRequest, match="both set the format of the answer") as caught:
         CompletionRequest(prompt="x", **{name: value}, **other).check()
     assert name in caught.value.message and next(iter(other)) in caught.value.message
 

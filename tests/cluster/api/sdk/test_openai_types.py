@@ -144,14 +144,14 @@ def test_every_unsupported_field_of_chat_exists(name: str) -> None:
         ({"cache_salt": "s" * 2000}, "cache_salt", "1024"),
         ({"seed": "z" * 10_000}, "seed", "..."),
         ({"logit_bias": {"1": "y"}}, "logit_bias[...]", "expected number"),
-        ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of=3 above n=2"),
+        ({"n": 2, "best_of": 3, "stream": True}, "best_of", "best_of=3 is above n=2"),
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "stream"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs"),
         (
             {"response_format": {"type": "text", "json_schema": {"name": "x"}}},
             "response_format",
-            "takes no",
+            "does not allow",
         ),
         (
             {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
@@ -271,7 +271,7 @@ def test_damaged_bytes_are_accepted_or_refused(kind: type[Any], data: st.DataObj
 def test_bias_of_what_is_no_token_is_refused() -> None:
     error = refusal(lambda: completion(logit_bias={"x": 1}).sampling_params())
     assert error.param == "logit_bias"
-    assert "'x' is no token id" in error.message
+    assert "'x' is not a token id" in error.message
     assert completion(logit_bias={"7": -1}).sampling_params().logit_bias == {7: -1.0}
 
 

@@ -357,7 +357,7 @@ def test_a_session_that_fills_the_context_says_so(tmp_path: Path) -> None:
             asked = body([1] * 100, 1, session_id=id)
             error = (await server.client.post(COMPLETIONS, json=asked)).json()["error"]
             assert error["code"] == "context_length_exceeded"
-            assert "1904 of the tokens are the session's" in error["message"]
+            assert "1904 of these tokens belong to the session" in error["message"]
             assert await server.chunk(id, [1], session_chunk=0) == truth([1], 4)
 
     run(test())
