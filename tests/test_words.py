@@ -26,7 +26,7 @@ CHECKED = (
 )
 """Folders whose docstrings and comments are checked."""
 
-MESSAGES_CHECKED = ("coordinator", "kernels", "package")
+MESSAGES_CHECKED = ("cluster/api", "coordinator", "kernels", "package")
 """Folders whose string literals are checked: errors, log lines, help texts, descriptions."""
 
 OPENINGS = re.compile(
@@ -53,7 +53,7 @@ PHRASES = {
 }
 """Name -> a pattern that is not written, in any case."""
 MESSAGE_PHRASES = PHRASES | {
-    "inverted negation": r"\b(is|are|was|were) no (?!longer\b|more\b|less\b)",
+    "inverted negation": r"(?<!there )\b(is|are|was|were) no (?!longer\b|more\b|less\b)",
     "are taken": r"\b(is|are) taken\b",
     "lies outside": r"\blies? outside\b",
     "outside of": r"\boutside of\b",

@@ -68,8 +68,8 @@ OPERATIONS = (
         errors=(503,),
     ),
     Operation("get", "/metrics", "Get the metrics for Prometheus.", "text/plain"),
-    Operation("get", "/ping", "As `/health`.", admin.Health),
-    Operation("post", "/ping", "As `/health`.", admin.Health),
+    Operation("get", "/ping", "Same as `/health`.", admin.Health),
+    Operation("post", "/ping", "Same as `/health`.", admin.Health),
     Operation("get", "/version", "Get the version of the server.", admin.Version),
     Operation("get", "/load", "Get the number of requests in the engines.", admin.ServerLoad),
     _show("/server_info", "Get the served model, its limits and its parsers.", admin.ServerInfo),
@@ -124,7 +124,7 @@ OPERATIONS = (
     Operation(
         "post",
         "/v1/sessions",
-        "Create a session: a prompt that grows by chunks, each of which is a request to "
+        "Create a session: a prompt that grows by chunks. Each chunk is a request to "
         "`/v1/completions`.",
         sessions.SessionBody,
         sessions.CreateSessionRequest,

@@ -189,7 +189,7 @@ WRONG: dict[str, tuple[str, dict[str, Any] | bytes, int, str]] = {
     "long name": (LOAD, {"lora_name": "n" * 257, "lora_path": "/a"}, 400, "1 to 256"),
     "line": (LOAD, {"lora_name": "a\nb", "lora_path": "/a"}, 400, "printable"),
     "the model": (LOAD, {"lora_name": "fake", "lora_path": "/a"}, 400, "belongs to the model"),
-    "of the configuration": (LOAD, {"lora_name": "own", "lora_path": "/a"}, 400, "cannot be replaced"),
+    "of the configuration": (LOAD, {"lora_name": "own", "lora_path": "/a"}, 400, "replaced"),
     "no text": (LOAD, {"lora_name": 7, "lora_path": "/a"}, 400, "lora_name"),
     "no flag": (LOAD, {"lora_name": "x", "lora_path": "/a", "load_inplace": 1}, 400, "inplace"),
     "unknown field": (LOAD, {"lora_name": "x", "lora_path": "/a", "rank": 1}, 400, "rank"),

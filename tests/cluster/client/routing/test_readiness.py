@@ -185,7 +185,8 @@ def test_a_probe_says_that_the_manager_gives_no_answer(folder: Path) -> None:
             assert (answer.status_code, error["code"], error["message"]) == (
                 503,
                 "starting",
-                "no engine is ready; the manager does not answer: ConnectionError('the replica has died')",
+                "no engine is ready; the manager does not answer: "
+                "ConnectionError('the replica has died')",
             )
 
     asyncio.run(run())
