@@ -50,6 +50,7 @@ def check_autoscaling(config: AutoscalingConfig, min_engines: int, max_engines: 
     """Checks the rules between keys. Raises `ConfigError`."""
     if config.enabled and min_engines == max_engines:
         raise ConfigError(
-            f"autoscaling.enabled: cluster.min_engines={min_engines} and cluster.max_engines="
-            f"{max_engines} leave nothing to choose; set a larger cluster.max_engines"
+            f"autoscaling.enabled=true, but cluster.min_engines={min_engines} and "
+            f"cluster.max_engines={max_engines} are equal; set a larger cluster.max_engines, or "
+            "autoscaling.enabled=false"
         )

@@ -60,8 +60,8 @@ def check_lora(lora: LoraConfig, served_name: str, backend: str, runner: str, ex
         return
     if served_name in lora.adapters:
         raise ConfigError(
-            f"lora.adapters has the name {shown(served_name)}, which is that of the model itself; "
-            "give the adapter another one, or set model.name",
+            f"lora.adapters has the name {shown(served_name)}, which is the name of the model "
+            "itself; rename the adapter, or set model.name",
             "lora.adapters",
         )
     wrong = {
@@ -72,7 +72,8 @@ def check_lora(lora: LoraConfig, served_name: str, backend: str, runner: str, ex
     for setting, is_set in wrong.items():
         if is_set:
             raise ConfigError(
-                f"{setting} does not go with {lora.reason}: adapters are computed by native dense "
-                "models that sample; merge the adapter into a copy of the weights and serve that",
+                f"{setting} cannot be combined with {lora.reason}: only native dense models that "
+                "generate text support adapters; merge the adapter into a copy of the weights "
+                "and serve this copy",
                 "lora.adapters",
             )

@@ -46,12 +46,12 @@ def check_parallel(parallel: ParallelConfig) -> None:
     for key in ("redundant_experts", "balance_steps"):
         if (value := getattr(parallel, key)) and not parallel.expert:
             raise ConfigError(
-                f"parallel.{key}={value} is for engines that share experts; set "
+                f"parallel.{key}={value} needs engines that share experts; set "
                 f"parallel.expert=true, or parallel.{key}=0"
             )
     if parallel.redundant_experts and not parallel.balance_steps:
         raise ConfigError(
             f"parallel.redundant_experts={parallel.redundant_experts} needs "
-            "parallel.balance_steps, after which copies are made of what is chosen most; set it to "
-            "some thousands"
+            "parallel.balance_steps, the number of steps between two choices of the experts to "
+            "copy; set it to a few thousand"
         )

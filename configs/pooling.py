@@ -114,7 +114,8 @@ def read_pooling(
     if family is None:
         known = ", ".join((*ENCODERS, *DECODERS))
         raise ConfigError(
-            f"architecture {architecture!r} cannot pool here: its family is none of {known}"
+            f"architecture {architecture!r} cannot be served for pooling; supported families: "
+            f"{known}"
         )
     spec = PoolingSpec(
         family=family,
@@ -155,7 +156,7 @@ def _embedder(spec: PoolingSpec, modules: list[tuple[str, str]], read: ReadFile)
     known = ("Transformer", "Pooling", "Dense", "Normalize")
     if unknown := [kind for kind, _ in modules if kind not in known]:
         raise ConfigError(
-            f"modules.json has the module {unknown[0]!r}, which is not served (known: "
+            f"modules.json has the module {unknown[0]!r}, which is not supported (known: "
             f"{', '.join(known)})"
         )
     prompts = read("config_sentence_transformers.json") or {}
@@ -182,11 +183,11 @@ def _method(name: str, read: ReadFile) -> Method:
     modes = [modes] if isinstance(modes, str) else list(modes)
     if len(modes) != 1 or modes[0] not in _METHODS:
         raise ConfigError(
-            f"{name}: the pooling modes {modes} are not served; one of {', '.join(_METHODS)} is"
+            f"{name}: the pooling modes {modes} are not supported; set one of {', '.join(_METHODS)}"
         )
     if config.get("include_prompt") is False:
         raise ConfigError(
-            f"{name}: include_prompt=false is not served: prompts are pooled with their texts"
+            f"{name}: include_prompt=false is not supported: prompts are pooled with their texts"
         )
     return _METHODS[modes[0]]
 
@@ -198,8 +199,8 @@ def _dense(path: str, read: ReadFile) -> DenseSpec:
     if activation not in _ACTIVATIONS or config.get("use_residual"):
         raise ConfigError(
             f"{name}: a Dense module with activation_function={activation!r} and "
-            f"use_residual={config.get('use_residual', False)} is not served (known activations: "
-            f"{', '.join(_ACTIVATIONS)}, without a residual)"
+            f"use_residual={config.get('use_residual', False)} is not supported (known "
+            f"activations: {', '.join(_ACTIVATIONS)}, without a residual)"
         )
     sizes = config["in_features"], config["out_features"]
     return DenseSpec(path, *sizes, bool(config.get("bias", True)), activation)
@@ -224,8 +225,8 @@ def _token_classifier(
 ) -> PoolingSpec:
     if not architecture.endswith(_CAUSAL):
         raise ConfigError(
-            f"model.classifier_tokens={list(tokens)} is for causal language models; the folder has "
-            f"a {architecture}: leave it out"
+            f"model.classifier_tokens={list(tokens)} is for causal language models, but the "
+            f"folder has a {architecture}; leave it out"
         )
     file = read("tokenizer.json") or {}
     vocabulary = (file.get("model") or {}).get("vocab") or {}
@@ -236,8 +237,8 @@ def _token_classifier(
     for token in tokens:
         if token not in known:
             raise ConfigError(
-                f"model.classifier_tokens: {token!r} is no token of the model's tokenizer.json; "
-                "write it as it stands there"
+                f"model.classifier_tokens: {token!r} is not a token of the model's "
+                "tokenizer.json; write it as that file has it"
             )
     no, yes = (int(known[token]) for token in tokens)
     return msgspec.structs.replace(
@@ -249,8 +250,8 @@ def _with_template(spec: PoolingSpec, template: str) -> PoolingSpec:
     names = re.findall(r"\{(query|document)\}", template)
     if spec.embeds or sorted(names) != ["document", "query"]:
         raise ConfigError(
-            "model.pair_template must have {query} and {document} once each, and is for models "
-            f"that rank pairs; got {template[:100]!r}"
+            "model.pair_template must have {query} and {document} once each, for a model "
+            f"that ranks pairs; got {template[:100]!r}"
         )
     first, between, behind = re.split(r"\{query\}|\{document\}", template)
     return msgspec.structs.replace(

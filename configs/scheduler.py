@@ -35,11 +35,12 @@ def check_scheduler(config: SchedulerConfig, drafts_method: str, shares_experts:
     steps = config.steps_per_plan
     if steps > 1 and drafts_method != "none":
         raise ConfigError(
-            f"scheduler.steps_per_plan={steps} goes with drafts.method=none alone, and it is "
-            f"{drafts_method}: a step with drafts gives several tokens already; set one of the two"
+            f"scheduler.steps_per_plan={steps} needs drafts.method=none, but it is "
+            f"{drafts_method}: a step with drafts already returns several tokens; set one of the "
+            "two keys"
         )
     if steps > 1 and shares_experts:
         raise ConfigError(
-            f"scheduler.steps_per_plan={steps} does not go with parallel.expert=true: engines that "
-            "share experts agree before each step; set scheduler.steps_per_plan=1"
+            f"scheduler.steps_per_plan={steps} cannot be combined with parallel.expert=true: "
+            "engines that share experts agree before each step; set scheduler.steps_per_plan=1"
         )

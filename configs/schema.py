@@ -143,7 +143,9 @@ def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
         return
     needs = f"parallel.prefill_engines={parallel.prefill_engines} needs"
     if cache.handover_folder is None:
-        raise ConfigError(f"{needs} cache.handover_folder, a folder that all hosts see")
+        raise ConfigError(
+            f"{needs} cache.handover_folder, a folder that all hosts can read and write"
+        )
     if not cache.prefix_caching:
         raise ConfigError(f"{needs} cache.prefix_caching=true")
 
@@ -220,7 +222,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or "." not in key:
         raise ConfigError(
-            f"--set {shown(text)}: expected section.key=value, as in scheduler.max_rows=64"
+            f"--set {shown(text)}: expected section.key=value, for example scheduler.max_rows=64"
         )
     if not value:
         return key.strip(), None
@@ -240,13 +242,18 @@ def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     if path.suffix not in (".yaml", ".yml"):
         return {"model": {"path": source}}, Path.cwd()
     if "\0" in source:
-        raise ConfigError(f"configuration {source!r} cannot be read: no file has such a name")
+        raise ConfigError(
+            f"configuration {source!r} cannot be read: a file name cannot contain a null character"
+        )
     try:
         data = read_yaml_file(path)
     except OSError as error:
         raise ConfigError(f"configuration {source!r} cannot be read: {error.strerror}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"configuration {source!r} holds no sections; it starts with 'model:'")
+        raise ConfigError(
+            f"configuration {source!r} has no sections; expected a file that begins with a "
+            "section such as 'model:'"
+        )
     return data, path.resolve().parent
 
 
@@ -265,7 +272,7 @@ def override(data: dict[str, Any], key: str, value: Any) -> None:
         inside = part[name] = _copied(part.get(name, {}))
         if not isinstance(inside, dict):
             whole = ".".join((section, *names[:place]))
-            raise ConfigError(f"section {whole!r} must hold keys and values")
+            raise ConfigError(f"section {whole!r} must contain keys and values")
         part = inside
     part[names[-1]] = value
 
@@ -304,14 +311,14 @@ def _check(config: Config) -> None:
     for origin in config.serve.cors_origins:
         if origin != "*" and not _ORIGIN.match(origin):
             raise ConfigError(
-                f"serve.cors_origins: {origin!r} is no origin; write scheme, name and port alone, "
-                "as 'https://app.example' or 'http://localhost:3000', or '*' for all"
+                f"serve.cors_origins: {origin!r} is not an origin; write only scheme, host and "
+                "port, such as 'https://app.example' or 'http://localhost:3000', or '*' for all"
             )
     endpoint = config.serve.otlp_endpoint
     if endpoint is not None and not _HTTP_URL.match(endpoint):
         raise ConfigError(
-            f"serve.otlp_endpoint={shown(_PRIVATE.sub('...', endpoint))} is no URL of http or "
-            "https without user and query; write it as 'http://collector:4318'"
+            f"serve.otlp_endpoint={shown(_PRIVATE.sub('...', endpoint))} is not an http or https "
+            "URL without user and query; write it like 'http://collector:4318'"
         )
     _check_network(config)
     check_drafts(config.drafts)
@@ -322,12 +329,13 @@ def _check(config: Config) -> None:
     if cluster.min_engines > cluster.max_engines:
         raise ConfigError(
             f"cluster.min_engines={cluster.min_engines} is above "
-            f"cluster.max_engines={cluster.max_engines}"
+            f"cluster.max_engines={cluster.max_engines}; lower the first or raise the second"
         )
     if not cluster.min_engines <= parallel.data <= cluster.max_engines:
         raise ConfigError(
-            f"parallel.data={parallel.data} lies outside cluster.min_engines="
-            f"{cluster.min_engines} .. cluster.max_engines={cluster.max_engines}"
+            f"parallel.data={parallel.data} is outside the range from "
+            f"cluster.min_engines={cluster.min_engines} to "
+            f"cluster.max_engines={cluster.max_engines}; change one of the three"
         )
     check_autoscaling(config.autoscaling, cluster.min_engines, cluster.max_engines)
     model = config.model
@@ -344,17 +352,21 @@ def _check_network(config: Config) -> None:
         raise ConfigError(str(error)) from None
     if config.serve.host == "interface" and config.serve.proxy_port:
         raise ConfigError(
-            f"serve.proxy_port={config.serve.proxy_port}: Ray Serve's proxy listens at one address "
-            "for all hosts; write it in serve.host, as '0.0.0.0'"
+            f"serve.proxy_port={config.serve.proxy_port}: Ray Serve's proxy needs one address for "
+            "all hosts; set serve.host to it, for example to '0.0.0.0'"
         )
     kept = ingress_ports(chosen) or range(0)
     for key, allowed in (("port", kept), ("proxy_port", range(0))):
         port = getattr(config.serve, key)
         if port in (chosen or ()) and port not in allowed:
             raise ConfigError(
-                f"serve.{key}={port} lies in cluster.ports={ports}, which other sockets take; "
-                "choose one outside"
-                + (f", or one of {kept[0]}-{kept[-1]}, which ingresses keep" if allowed else "")
+                f"serve.{key}={port} is in cluster.ports={ports}, which other sockets use; choose "
+                "a port outside that range"
+                + (
+                    f", or one of {kept[0]}-{kept[-1]}, which are reserved for ingresses"
+                    if allowed
+                    else ""
+                )
             )
 
 

@@ -26,7 +26,13 @@ CHECKED = (
 )
 """Folders whose docstrings and comments are checked."""
 
-MESSAGES_CHECKED = ("cluster/api", "coordinator", "kernels", "package")
+MESSAGES_CHECKED = (
+    "cluster/api",
+    "configs",
+    "coordinator",
+    "kernels",
+    "package",
+)
 """Folders whose string literals are checked: errors, log lines, help texts, descriptions."""
 
 OPENINGS = re.compile(

@@ -39,7 +39,7 @@ MAX_PATTERNS = 10_000
 MAX_ALPHA = 1e5
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 ALL_LINEAR = "all-linear"
-MERGE = "merge the adapter into a copy of the weights and serve that"
+MERGE = "merge the adapter into a copy of the weights and serve this copy"
 
 _PREFIX = "base_model.model."
 _MATRICES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
@@ -125,8 +125,8 @@ def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
     where, path = f"adapter {shown(name)}", Path(folder)
     if not _is_folder(path):
         raise ConfigError(
-            f"{where}: {folder!r} is no folder; give one with {CONFIG_NAME} and {WEIGHTS_NAME}, "
-            "as PEFT's save_pretrained writes it"
+            f"{where}: {folder!r} is not a folder; specify a folder with {CONFIG_NAME} and "
+            f"{WEIGHTS_NAME}, as PEFT's save_pretrained writes it"
         )
     settings = _read_settings(path / CONFIG_NAME, where)
     tensors, data_start = _read_header(path, where)
@@ -139,9 +139,9 @@ def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
     for module, pair in read.items():
         if not found.adapts(module):
             raise ConfigError(
-                f"{where}: the weights adapt {shown(module)}, which target_modules="
-                f"{shown(settings.target_modules)} does not name; the two files do not belong "
-                "together"
+                f"{where}: the weights adapt {shown(module)}, which "
+                f"target_modules={shown(settings.target_modules)} does not contain; use the two "
+                "files of one save_pretrained"
             )
         if pair.rank > max_rank:
             raise ConfigError(
@@ -203,7 +203,7 @@ def _read_settings(path: Path, where: str) -> _Settings:
     try:
         raw = json.loads(data)
         if not isinstance(raw, dict):
-            raise ValueError("it holds no object")
+            raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: {path} is not JSON: {error}") from None
     _refuse_other_methods(raw, where)
@@ -249,28 +249,28 @@ def _check_numbers(settings: _Settings, where: str) -> None:
     targets = settings.target_modules
     if not targets or len(targets) > MAX_PATTERNS:
         raise ConfigError(
-            f"{where}: target_modules has {len(targets)} names, or characters; 1 to "
-            f"{MAX_PATTERNS} are taken"
+            f"{where}: target_modules has {len(targets)} names or characters; it must have 1 to "
+            f"{MAX_PATTERNS}"
         )
     for key in ("rank_pattern", "alpha_pattern"):
         pattern: Mapping[str, float] = getattr(settings, key)
         if len(pattern) > MAX_PATTERNS:
             raise ConfigError(
-                f"{where}: {key} has {len(pattern)} entries; at most {MAX_PATTERNS} are taken"
+                f"{where}: {key} has {len(pattern)} entries; the limit is {MAX_PATTERNS}"
             )
         for name in pattern:
             if not _MODULE.match(name.removeprefix("^")):
                 raise ConfigError(
-                    f"{where}: {key} has {shown(name)}, which is no name of a module; write one "
-                    "entry a module"
+                    f"{where}: {key} has {shown(name)}, which is not the name of a module; write "
+                    "one entry for each module"
                 )
     for rank in (settings.r, *settings.rank_pattern.values()):
         if not 1 <= rank <= 2**20:
-            raise ConfigError(f"{where}: a rank of {rank}; it must be at least 1")
+            raise ConfigError(f"{where}: the rank {rank} is outside 1 .. {2**20}")
     for alpha in (settings.lora_alpha, *settings.alpha_pattern.values()):
         if not 0 < alpha <= MAX_ALPHA:
             raise ConfigError(
-                f"{where}: a lora_alpha of {alpha} lies outside of 0 (excluded) .. {MAX_ALPHA:g}"
+                f"{where}: lora_alpha={alpha} must be above 0 and at most {MAX_ALPHA:g}"
             )
 
 
@@ -288,12 +288,12 @@ def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], in
         raise ConfigError(f"{where}: {path} cannot be read: {error.strerror}{found}") from None
     if size_bytes > MAX_WEIGHTS_BYTES:
         raise ConfigError(
-            f"{where}: {path} has {size_bytes} bytes; at most {MAX_WEIGHTS_BYTES} are taken"
+            f"{where}: {path} has {size_bytes} bytes; the limit is {MAX_WEIGHTS_BYTES}"
         )
     if header_bytes > MAX_HEADER_BYTES or len(text) < header_bytes:
         raise ConfigError(
-            f"{where}: {path} has a header of {header_bytes} bytes in a file of {size_bytes}; at "
-            f"most {MAX_HEADER_BYTES} are taken: it is damaged, or no safetensors file"
+            f"{where}: {path} has a header of {header_bytes} bytes in a file of {size_bytes}; the "
+            f"limit is {MAX_HEADER_BYTES}: it is damaged, or not a safetensors file"
         )
     try:
         header = json.loads(text)
@@ -301,10 +301,11 @@ def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], in
         tensors = msgspec.convert(header, dict[str, AdapterTensor])
     except (ValueError, AttributeError, TypeError, RecursionError):
         raise ConfigError(
-            f"{where}: {path} has no header of tensors: it is damaged, or no safetensors file"
+            f"{where}: {path} has no header that lists tensors: it is damaged, or not a "
+            "safetensors file"
         ) from None
     if not tensors:
-        raise ConfigError(f"{where}: {path} holds no tensors")
+        raise ConfigError(f"{where}: {path} has no tensors")
     for key, tensor in tensors.items():
         _check_place(key, tensor, size_bytes - 8 - header_bytes, where)
     return tensors, 8 + header_bytes
@@ -314,17 +315,19 @@ def _check_place(key: str, tensor: AdapterTensor, data_bytes: int, where: str) -
     (start, end), shape = tensor.data_offsets, tensor.shape
     if tensor.dtype not in ITEM_BYTES:
         raise ConfigError(
-            f"{where}: {shown(key)} is of the type {shown(tensor.dtype)}; "
-            f"{', '.join(ITEM_BYTES)} are taken"
+            f"{where}: {shown(key)} has the type {shown(tensor.dtype)}; supported types: "
+            f"{', '.join(ITEM_BYTES)}"
         )
     if len(shape) != 2 or not all(0 < size < 2**31 for size in shape):
-        raise ConfigError(f"{where}: {shown(key)} has the shape {shown(shape)}; it is no matrix")
+        raise ConfigError(
+            f"{where}: {shown(key)} has the shape {shown(shape)}, which is not that of a matrix"
+        )
     item_bytes = ITEM_BYTES[tensor.dtype]
     fits = 0 <= start <= end <= data_bytes and start % item_bytes == 0
     if not fits or end - start != math.prod(shape) * item_bytes:
         raise ConfigError(
-            f"{where}: {shown(key)} of the shape {shape} lies at {start} .. {end} of {data_bytes} "
-            "bytes: the file is damaged; copy it there again"
+            f"{where}: {shown(key)} has the shape {shape} and the place {start} .. {end} in "
+            f"{data_bytes} bytes: the file is damaged; copy it again"
         )
 
 
@@ -347,11 +350,14 @@ def _pair(
     alpha = _of_pattern(settings.alpha_pattern, module, settings.lora_alpha)
     for matrix, axis in (("A", 0), ("B", 1)):
         if matrix not in parts:
-            raise ConfigError(f"{where}: {shown(module)} lacks lora_{matrix}: the file is cut off")
+            raise ConfigError(
+                f"{where}: {shown(module)} has no lora_{matrix}: the file is "
+                "incomplete; copy it again"
+            )
         if parts[matrix].shape[axis] != rank:
             raise ConfigError(
                 f"{where}: lora_{matrix} of {shown(module)} has the shape {parts[matrix].shape}, "
-                f"but {CONFIG_NAME} gives it the rank {rank}; the two files do not belong together"
+                f"but {CONFIG_NAME} sets the rank {rank}; use the two files of one save_pretrained"
             )
     scale = alpha / (math.sqrt(rank) if settings.use_rslora else rank)
     return AdapterModule(parts["A"], parts["B"], rank, scale)

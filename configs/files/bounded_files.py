@@ -38,7 +38,7 @@ def open_regular(path: Path) -> int:
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(found).st_mode):
-            raise OSError(errno.EINVAL, "it is no regular file", str(path))
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
         return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(found)
@@ -55,5 +55,5 @@ def _chunks(path: Path, limit_bytes: int) -> Iterator[bytes]:
             if size <= limit_bytes:
                 yield chunk
     if size > limit_bytes:
-        why = f"it has {size} bytes; at most {limit_bytes} are read"
+        why = f"it has {size} bytes; the limit is {limit_bytes}"
         raise OSError(errno.EFBIG, why, str(path))

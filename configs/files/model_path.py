@@ -10,13 +10,13 @@ from pathlib import Path
 FOLDER = "a folder with config.json and safetensors"
 _FILES = {
     ".gguf": "a GGUF file, which this version does not read",
-    ".safetensors": "a file of weights alone, without config.json and tokenizer",
+    ".safetensors": "a file with only the weights, without config.json and tokenizer",
     ".bin": "a file of weights in torch's pickle format, which is not read",
     ".pt": "a file of weights in torch's pickle format, which is not read",
     ".pth": "a file of weights in torch's pickle format, which is not read",
-    ".ckpt": "a checkpoint of training, which is not read",
+    ".ckpt": "a training checkpoint, which is not read",
     ".onnx": "an ONNX file, which is not read",
-    ".json": "a JSON file, not the folder that holds it",
+    ".json": "a JSON file, not the folder that contains it",
 }
 """File suffix -> description of such a file, for error messages."""
 
@@ -43,14 +43,14 @@ def is_path(name: str) -> bool:
 def refusal(name: str) -> str:
     """Returns why a path is not a model folder, and what to pass instead."""
     path = Path(name)
-    remedy = f"give {FOLDER}, or a hub id such as owner/name"
+    remedy = f"specify {FOLDER}, or a hub id such as owner/name"
     with contextlib.suppress(OSError, ValueError):
         if path.is_file() or path.suffix in _FILES:
             what = _FILES.get(path.suffix, "a file")
-            missing = "" if path.is_file() else " (and is not there)"
+            missing = "" if path.is_file() else " (and does not exist)"
             return f"is {what}{missing}; {remedy}"
         if path.is_absolute() and not path.exists():
             parent = next(folder for folder in path.parents if folder.exists())
             lacks = path.relative_to(parent).parts[0]
-            return f"is no folder: {str(parent)!r} has no {lacks!r}; {remedy}"
-    return f"is no folder; {remedy}"
+            return f"is not a folder: {str(parent)!r} has no {lacks!r}; {remedy}"
+    return f"is not a folder; {remedy}"

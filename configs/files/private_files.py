@@ -28,8 +28,8 @@ def enter_folder(path: Path, *, make: bool = False) -> Iterator[int]:
         found = os.fstat(folder)
         if found.st_mode & _OTHERS_WRITE:
             raise PermissionError(
-                f"{path} has the mode {stat.S_IMODE(found.st_mode) & 0o777:o}: other accounts may "
-                "write there, and what they write is not trusted; remove it, or chmod 700 it"
+                f"{path} has the mode {stat.S_IMODE(found.st_mode) & 0o777:o}: other accounts can "
+                "write there, so its contents are not trusted; remove it, or run chmod 700 on it"
             )
         _check_owner(found, _own_uid(folder), str(path))
         yield folder
@@ -55,15 +55,15 @@ def create_file(folder: int, name: str) -> int:
 def check_file(folder: int, found: os.stat_result, name: str) -> None:
     """Raises PermissionError unless this is a regular file of the owner of its folder."""
     if not stat.S_ISREG(found.st_mode):
-        raise PermissionError(f"{name} is no regular file")
+        raise PermissionError(f"{name} is not a regular file")
     _check_owner(found, os.fstat(folder).st_uid, name)
 
 
 def _check_owner(found: os.stat_result, uid: int, name: str) -> None:
     if found.st_uid != uid:
         raise PermissionError(
-            f"{name} belongs to the account {found.st_uid}, and not to {uid}, as which this "
-            "process writes there; remove it, or name another folder"
+            f"{name} belongs to the account {found.st_uid}, but this process writes there as "
+            f"{uid}; remove it, or set another folder"
         )
 
 

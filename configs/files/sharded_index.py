@@ -119,7 +119,9 @@ def read_index(folder: Path) -> ShardedIndex:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} cannot be read ({error!r}): it is damaged; {AGAIN}") from None
     if version != FORMAT:
-        raise ConfigError(f"{path} has the format {version!r}, this Swell reads {FORMAT}; {AGAIN}")
+        raise ConfigError(
+            f"{path} has the format {version!r}, but this version of Swell reads {FORMAT}; {AGAIN}"
+        )
     try:
         index = msgspec.json.decode(data, type=ShardedIndex)
     except msgspec.MsgspecError as error:
@@ -127,7 +129,7 @@ def read_index(folder: Path) -> ShardedIndex:
     split = ParallelConfig(tensor=index.tensor, pipeline=index.pipeline)
     count = split.world + index.experts * split.pipeline
     if count > MAX_FILES or sorted(index.files) != sorted(file_names(split, index.experts)):
-        raise ConfigError(f"{path} does not list one file for each worker of its split; {AGAIN}")
+        raise ConfigError(f"{path} does not list one file for each worker; {AGAIN}")
     return index
 
 
@@ -175,16 +177,15 @@ def refuse_other_split(folder: Path, index: ShardedIndex, parallel: ParallelConf
     if parallel.expert != bool(index.experts):
         saved = str(bool(index.experts)).lower()
         raise ConfigError(
-            f"model {str(folder)!r} is saved for parallel.expert={saved}: whether engines share "
-            f"experts decides which file has them; set parallel.expert={saved}, or {AGAIN} for "
-            "the other"
+            f"model {str(folder)!r} was saved for parallel.expert={saved}, which determines the "
+            f"files with the experts; set parallel.expert={saved}, or {AGAIN} for the other value"
         )
     if (parallel.tensor, parallel.pipeline) != (index.tensor, index.pipeline):
         raise ConfigError(
-            f"model {str(folder)!r} is saved for parallel.tensor={index.tensor} and "
+            f"model {str(folder)!r} was saved for parallel.tensor={index.tensor} and "
             f"parallel.pipeline={index.pipeline}, but the configuration has "
             f"parallel.tensor={parallel.tensor} and parallel.pipeline={parallel.pipeline}; set "
-            f"those, or {AGAIN} for these"
+            f"the saved values, or {AGAIN} for the configured ones"
         )
 
 
@@ -196,13 +197,13 @@ def refuse_other_model(folder: Path, index: ShardedIndex, model: ModelConfig) ->
     ):
         if wanted not in ("auto", saved):
             raise ConfigError(
-                f"model {str(folder)!r} is saved with {key}={saved}, but the configuration has "
+                f"model {str(folder)!r} was saved with {key}={saved}, but the configuration has "
                 f"{key}={wanted}; set {key}={saved} or auto, or {AGAIN} with {key}={wanted}"
             )
     if config_digest(folder) != index.config_digest:
         raise ConfigError(
-            f"{folder / 'config.json'} is not the one that was saved with the weights beside it; "
-            f"put that one back, or {AGAIN}"
+            f"{folder / 'config.json'} is not the file that was saved with these weights; restore "
+            f"that file, or {AGAIN}"
         )
 
 
@@ -212,10 +213,10 @@ def refuse_other_length(path: Path, file: ShardFile) -> None:
         size_bytes = path.stat().st_size
     except OSError:
         raise ConfigError(
-            f"{path} is missing although {INDEX_NAME} lists it; copy it there again"
+            f"{path} is missing, but {INDEX_NAME} lists it; copy it there again"
         ) from None
     if size_bytes != file.size_bytes:
         raise ConfigError(
-            f"{path} has {size_bytes} bytes of {file.size_bytes}: it is damaged; copy it there "
-            "again"
+            f"{path} has {size_bytes} bytes instead of {file.size_bytes}: it is damaged; copy it "
+            "there again"
         )

@@ -38,7 +38,7 @@ def read_yaml_file(path: Path) -> Any:
 def read_yaml(text: bytes, what: str) -> Any:
     """Parses a YAML text. Raises ConfigError, whose message calls the text `what`."""
     if len(text) > MAX_YAML_BYTES:
-        raise ConfigError(f"{what} has more than {MAX_YAML_BYTES} bytes; at most so many are read")
+        raise ConfigError(f"{what} has more than {MAX_YAML_BYTES} bytes, the limit; shorten it")
     try:
         problem = next(_problems(text), None)
         if problem is None:
@@ -86,7 +86,7 @@ class _Reader:
                 path += f"[{one.items}]"
             elif one.key is not None:
                 path += f".{one.key}" if path else one.key
-        return shown(path) if path else "the top"
+        return shown(path) if path else "the top level"
 
     def count(self, nodes: int) -> None:
         """Adds to the number of nodes, of the text and of the innermost open collection."""
@@ -116,8 +116,8 @@ def _problems(text: bytes) -> Iterator[_Problem]:
         found = _follow(reader, event)
         if found is None and reader.nodes > MAX_NODES:
             found = (
-                f"here are more than {MAX_NODES} keys and values, with what aliases stand for; at "
-                "most so many are allowed"
+                f"up to here there are more than {MAX_NODES} keys and values (aliases count as "
+                "what they refer to), which is the limit; shorten the text"
             )
         if found is not None:
             yield _Problem(event.start_mark.line + 1, found)
@@ -141,11 +141,11 @@ def _follow(reader: _Reader, event: Any) -> str | None:
 
 def _begin_key(reader: _Reader, lines: dict[str, int], event: Any) -> str | None:
     if not isinstance(event, yaml.ScalarEvent):
-        return f"a key at {reader.where} is no name; write it as 'name: value'"
+        return f"a key at {reader.where} is not a name; write it as 'name: value'"
     reader.open[-1].key = event.value
     if event.value in lines:
         return (
-            f"the key {reader.where} stands here and in line {lines[event.value]}; keep one of them"
+            f"the key {reader.where} occurs here and in line {lines[event.value]}; keep one of them"
         )
     lines[event.value] = event.start_mark.line + 1
     reader.count(1)
@@ -154,7 +154,7 @@ def _begin_key(reader: _Reader, lines: dict[str, int], event: Any) -> str | None
 
 def _begin_collection(reader: _Reader, event: Any) -> str | None:
     if len(reader.open) == MAX_DEPTH:
-        return f"{reader.where} is in {MAX_DEPTH} levels of mappings and lists; no more are allowed"
+        return f"{reader.where} is nested in {MAX_DEPTH} mappings and lists, which is the limit"
     reader.nodes += 1
     lines: dict[str, int] | None = {} if isinstance(event, yaml.MappingStartEvent) else None
     reader.open.append(_Open(event.anchor, lines))
@@ -166,12 +166,12 @@ def _take_value(reader: _Reader, event: Any) -> str | None:
     nodes = 1
     if isinstance(event, yaml.AliasEvent):
         if any(one.anchor == event.anchor for one in reader.open):
-            return f"the alias {shown(event.anchor)} at {reader.where} stands in its own anchor"
+            return f"the alias {shown(event.anchor)} at {reader.where} is inside its own anchor"
         nodes = reader.anchors.get(event.anchor, 1)  # the loader refuses an alias without an anchor
     elif not event.style and len(event.value) > MAX_PLAIN_CHARS:
         return (
             f"the value of {reader.where} has more than {MAX_PLAIN_CHARS} characters without "
-            "quotes; at most so many are allowed"
+            "quotes, which is the limit; put it in quotes"
         )
     elif event.anchor is not None:
         reader.anchors[event.anchor] = nodes

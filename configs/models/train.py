@@ -362,7 +362,7 @@ def write_card(args: argparse.Namespace, scores: dict[str, tuple[int, int]], cha
         rows.append(f"| {task} | `{question}` | `{answer}` | {right} of {asked} |")
     right, asked = (sum(column) for column in zip(*scores.values(), strict=True))
     facts: dict[str, Any] = {"right": right, "asked": asked, "share": right / asked, "chats": chats}
-    facts["kind"] = "llama" if args.name == "nano" else "mixtral, 8 experts of which 2 are active"
+    facts["kind"] = "llama" if args.name == "nano" else "mixtral, 2 of 8 experts active"
     facts["parameters"] = build_model(args.name).num_parameters()
     facts["origin"] = "earlier weights" if args.resume else "nothing"
     facts |= {"threads": torch.get_num_threads(), "rows": "\n".join(rows)}
@@ -373,10 +373,18 @@ def write_card(args: argparse.Namespace, scores: dict[str, tuple[int, int]], cha
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("name", choices=["nano", "nano-moe"])
-    parser.add_argument("--minutes", type=float, default=20, help="of each core's time (20)")
+    parser.add_argument(
+        "--minutes", type=float, default=20, help="minutes of each core's time (20)"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true", help="from the folder, at half the rate")
-    parser.add_argument("--evaluate-only", action="store_true", help="score the folder as it is")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the weights in the folder, at half the learning rate",
+    )
+    parser.add_argument(
+        "--evaluate-only", action="store_true", help="only score the weights in the folder"
+    )
     args = parser.parse_args()
     folder = HERE / args.name
     if args.evaluate_only:

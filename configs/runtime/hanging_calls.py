@@ -29,7 +29,7 @@ class HangingCalls:
         with self._lock:
             if self._count >= self._limit:
                 raise TooManyCalls(
-                    f"{self._count} reads of folders are under way and may hang; try again later"
+                    f"{self._count} reads of folders are in progress and may hang; try again later"
                 )
             self._count += 1
         future: Future[T] = Future()

@@ -47,8 +47,8 @@ def check_interface(text: str) -> None:
         ipaddress.IPv4Network(text if "/" in text else "", strict=False)
     except ValueError:
         raise ValueError(
-            f"cluster.interface={text!r}: write the name of an interface, as 'eth1', or the IPv4 "
-            "network that it is in, as '10.1.0.0/16'"
+            f"cluster.interface={text!r}: write the name of an interface, such as 'eth1', or its "
+            "IPv4 network, such as '10.1.0.0/16'"
         ) from None
 
 
@@ -70,8 +70,8 @@ class PortsTakenError(OSError):
     def __init__(self, host: str, ports: range) -> None:
         super().__init__(
             errno.EADDRINUSE,
-            f"none of the ports {ports[0]}-{ports[-1]} is free on {host}: make cluster.ports "
-            "larger, or end what listens there",
+            f"none of the ports {ports[0]}-{ports[-1]} is free on {host}; set a larger range in "
+            "cluster.ports, or stop the processes that listen there",
         )
 
 

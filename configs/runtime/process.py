@@ -73,7 +73,7 @@ def freeze_gc() -> None:
 def exit_process(loop: str, error: BaseException) -> None:
     """Exits at once: without this loop the process would only seem alive. Ray, the engine or the
     manager starts a replacement, and other processes continue the requests."""
-    what = f"the loop {loop!r} has ended, and this process with it"
+    what = f"the loop {loop!r} failed, so this process exits"
     try:
         StructuredLogger("process").exception(
             what, error, pid=os.getpid(), status=LOOP_FAILED_EXIT_CODE

@@ -46,7 +46,7 @@ def secret_fields(kind: type[msgspec.Struct]) -> frozenset[str]:
     """Returns the names of a struct's fields with a secret type, also if it is optional or in a
     list."""
     info = msgspec.inspect.type_info(kind)
-    assert isinstance(info, msgspec.inspect.StructType), "it is a struct"
+    assert isinstance(info, msgspec.inspect.StructType), "the kind is a struct"
     return frozenset(field.name for field in info.fields if _is_secret(field.type))
 
 

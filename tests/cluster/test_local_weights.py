@@ -181,7 +181,7 @@ def lacking_what_the_index_names(folder: Path) -> Any:
 
 
 BAD = {
-    "no folder": (lambda folder: folder / "none", "is no folder"),
+    "no folder": (lambda folder: folder / "none", "is not a folder"),
     "an empty folder": (lambda folder: folder, "config.json"),
     "another size": (larger, "head_dim=16"),
     "another theta": (another_key, "rope"),

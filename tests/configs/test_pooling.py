@@ -86,9 +86,9 @@ def test_pooling_modes(file, method):
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        ({"pooling_mode": "max"}, r"pooling modes \['max'\] are not served"),
+        ({"pooling_mode": "max"}, r"pooling modes \['max'\] are not supported"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True}, "'mean', 'cls'"),
-        ({}, r"pooling modes \[\] are not served"),
+        ({}, r"pooling modes \[\] are not supported"),
         ({"pooling_mode": "mean", "include_prompt": False}, "include_prompt=false"),
     ],
 )
@@ -126,7 +126,7 @@ def test_the_files_of_sentence_transformers():
     with pytest.raises(ConfigError, match="activation_function='ReLU'"):
         read(files)
     files["modules.json"] = [*POOLING, {"type": "sentence_transformers.models.LSTM", "path": "2"}]
-    with pytest.raises(ConfigError, match="the module 'LSTM', which is not served"):
+    with pytest.raises(ConfigError, match="the module 'LSTM', which is not supported"):
         read(files)
 
 
@@ -153,5 +153,7 @@ def test_classes_and_what_scores_become():
 
 @pytest.mark.parametrize("architecture", ["GemmaForSequenceClassification", "T5Model", ""])
 def test_other_families_are_refused_by_name(architecture):
-    with pytest.raises(ConfigError, match=f"architecture '{architecture}' cannot pool here"):
+    with pytest.raises(
+        ConfigError, match=f"architecture '{architecture}' cannot be served for pooling"
+    ):
         read(config(architecture), runner="pooling")

@@ -244,7 +244,7 @@ def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> N
     assert load(settings, {"drafts.model.dtype": "bfloat16"}).drafts.model.dtype == "bfloat16"
     assert settings["drafts"]["model"] == {"path": "s"}
     text = refusal(settings, {"drafts.model.path.name": "x"})
-    assert text == "section 'drafts.model.path' must hold keys and values"
+    assert text == "section 'drafts.model.path' must contain keys and values"
     (tmp_path / "small").mkdir()
     source = yaml(tmp_path, "model: {path: m}\ndrafts: {method: model, model: {path: small}}")
     assert load(source).drafts.model.path == str(tmp_path / "small")

@@ -213,10 +213,10 @@ def test_a_fifo_or_a_device_in_place_of_a_file_is_refused_and_not_read(folder: P
     shard = folder / "model-00002-of-00002.safetensors"
     shard.unlink()
     os.mkfifo(shard)
-    assert shard.name in failure(folder) and "no regular file" in failure(folder)
+    assert shard.name in failure(folder) and "not a regular file" in failure(folder)
     shard.unlink()
     shard.symlink_to("/dev/zero")
-    assert shard.name in failure(folder) and "no regular file" in failure(folder)
+    assert shard.name in failure(folder) and "not a regular file" in failure(folder)
     with (folder / INDEX).open("wb") as file:
         file.truncate(2**40)
     assert INDEX in failure(folder) and str(2**40) in failure(folder)

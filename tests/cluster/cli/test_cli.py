@@ -86,10 +86,10 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
         (["scale", "2", "--drain-timeout", "nan"], "drain_timeout_s=nan"),
         (["drain", "-2"], "rank=-2"),
         (["serve", "none.yaml"], "cannot be read"),
-        (["serve", "./nowhere"], "is no folder"),
+        (["serve", "./nowhere"], "is not a folder"),
         (["serve", "./nowhere", "--port", "70000"], "serve.port"),
         (["serve", "./nowhere", "--set", "scheduler.rows=2"], "known keys there"),
-        (["generate", "./nowhere", "hi"], "is no folder"),
+        (["generate", "./nowhere", "hi"], "is not a folder"),
         (["chat", "http://127.0.0.1:1"], "connection refused"),
     ],
 )

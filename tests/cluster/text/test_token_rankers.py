@@ -91,7 +91,7 @@ def test_pairs_are_written_by_the_template(tmp_path: Path, template: str) -> Non
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"model.classifier_tokens": ["n", "maybe"]}, "'maybe' is no token"),
+        ({"model.classifier_tokens": ["n", "maybe"]}, "'maybe' is not a token"),
         ({"model.pair_template": "{query} alone"}, "{query} and {document}"),
         ({"model.pair_template": "{query} {query} {document}"}, "{query} and {document}"),
     ],

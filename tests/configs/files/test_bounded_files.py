@@ -32,7 +32,7 @@ def test_what_is_too_large_or_no_file_is_refused(tmp_path: Path, read) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name in ("fifo", "zero", "."):
-        with pytest.raises(OSError, match="no regular file"):
+        with pytest.raises(OSError, match="not a regular file"):
             read(tmp_path / name, LIMIT)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none", LIMIT)

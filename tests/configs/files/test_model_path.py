@@ -34,7 +34,7 @@ def refused(path: str, key: str = "model.path") -> str:
 @pytest.mark.parametrize("key", ["model.path", "drafts.model"])
 def test_a_path_whose_first_part_exists_is_no_hub_id(here: Path, key: str) -> None:
     text = refused("configs/nosuch", key)
-    assert f"'{here}/configs/nosuch' is no folder" in text and "has no 'nosuch'" in text
+    assert f"'{here}/configs/nosuch' is not a folder" in text and "has no 'nosuch'" in text
 
 
 def test_a_hub_id_is_left_to_the_loader(here: Path) -> None:
@@ -47,7 +47,7 @@ def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
     (here / "configs" / "a.yaml").write_text("model: {path: models/nosuch}\n")
     check(load("configs/a.yaml"))  # no folder `models` exists
     (here / "configs" / "models").mkdir()
-    with pytest.raises(ConfigError, match="configs/models/nosuch' is no folder"):
+    with pytest.raises(ConfigError, match="configs/models/nosuch' is not a folder"):
         check(load("configs/a.yaml"))
 
 
@@ -55,7 +55,7 @@ def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
     ("name", "what"),
     [
         ("m.gguf", "a GGUF file"),
-        ("model.safetensors", "a file of weights alone"),
+        ("model.safetensors", "a file with only the weights"),
         ("pytorch_model.bin", "pickle"),
         ("config.json", "a JSON file"),
         ("model", "is a file;"),
@@ -69,10 +69,10 @@ def test_a_file_is_named_for_what_it_is(
     if is_there:
         (here / folder / name).write_text("x")
     elif name == "model":
-        what = "is no folder"
+        what = "is not a folder"
     text = refused(folder + name)
     assert what in text and name in text and "owner/name" in text
-    assert ("is not there" in text) is (not is_there and name != "model")
+    assert ("does not exist" in text) is (not is_there and name != "model")
 
 
 @given(NAMES, NAMES)

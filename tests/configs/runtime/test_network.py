@@ -146,10 +146,10 @@ def test_ports_are_a_range_that_serve_does_not_use() -> None:
     assert load(source).cluster.port_range == range(21_000, 21_100)
     assert load({"model": {"path": "m"}}).cluster.port_range is None
     for key in ("port", "proxy_port"):
-        with pytest.raises(ConfigError, match=rf"serve\.{key}=21050 lies in cluster\.ports"):
+        with pytest.raises(ConfigError, match=rf"serve\.{key}=21050 is in cluster\.ports"):
             load(source, {f"serve.{key}": 21_050})
     assert load(source, {"serve.port": 21_012}).serve.port == 21_012
-    with pytest.raises(ConfigError, match="21012 lies in"):
+    with pytest.raises(ConfigError, match="21012 is in"):
         load(source, {"serve.proxy_port": 21_012})
 
 

@@ -233,7 +233,8 @@ def test_inboxes_share_a_range_of_ports_until_all_are_taken(keys) -> None:
     assert taken == set(ports)
     assert {inbox.address.tcp.rpartition(":")[0] for inbox in inboxes} == {f"tcp://{HOST}"}
     with pytest.raises(
-        PortsTakenError, match=rf"21304-21315 is free on {HOST}: make cluster\.ports"
+        PortsTakenError,
+        match=rf"21304-21315 is free on {HOST}; set a larger range in cluster\.ports",
     ):
         Inbox(str, keys, HOST, ports=ports)
     assert free_port(HOST, kept) in kept

@@ -188,7 +188,7 @@ def cut_off(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("make", "load_format", "parts"),
     [
-        (str, "auto", ["is no folder"]),
+        (str, "auto", ["is not a folder"]),
         (without("config.json"), "auto", ["config.json cannot be read"]),
         (without("*.safetensors"), "auto", ["holds no weights"]),
         (cut_off, "auto", ["no safetensors file"]),

@@ -181,9 +181,14 @@ WRONG: dict[str, tuple[str, dict[str, Any] | bytes, int, str]] = {
     "dots": (LOAD, {"lora_name": "x", "lora_path": "/a/../b"}, 400, "absolute path"),
     "long": (LOAD, {"lora_name": "x", "lora_path": "/" + "a" * 5000}, 400, "4096 characters"),
     "zero": (LOAD, {"lora_name": "x", "lora_path": "/a\0b"}, 400, "control characters"),
-    "missing folder": (LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 400, "is no folder"),
-    "long part": (LOAD, {"lora_name": "x", "lora_path": "/" + "a" * 300}, 400, "is no folder"),
-    "long accents": (LOAD, {"lora_name": "x", "lora_path": "/" + "é" * 200}, 400, "is no folder"),
+    "missing folder": (LOAD, {"lora_name": "x", "lora_path": "/nowhere"}, 400, "is not a folder"),
+    "long part": (LOAD, {"lora_name": "x", "lora_path": "/" + "a" * 300}, 400, "is not a folder"),
+    "long accents": (
+        LOAD,
+        {"lora_name": "x", "lora_path": "/" + "é" * 200},
+        400,
+        "is not a folder",
+    ),
     "no name": (LOAD, {"lora_path": "/a"}, 400, "lora_name"),
     "empty name": (LOAD, {"lora_name": "", "lora_path": "/a"}, 400, "1 to 256"),
     "long name": (LOAD, {"lora_name": "n" * 257, "lora_path": "/a"}, 400, "1 to 256"),
@@ -256,7 +261,7 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
         assert all("its file system may hang" in text for _, text in late)
         assert (await load("again", str(hanging)))[0] == 503
         status, text = await load("other", made(tmp_path, "b"))
-        assert status == 503 and "8 reads of folders are under way" in text
+        assert status == 503 and "8 reads of folders are in progress" in text
         monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 60.0)
         released.set()  # each reader fails
         async with asyncio.timeout(60):

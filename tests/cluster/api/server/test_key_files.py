@@ -64,7 +64,7 @@ def test_a_fifo_or_a_device_is_refused_and_not_read(tmp_path: Path, name: str) -
     """An ingress that opened one would wait for a writer."""
     os.mkfifo(tmp_path / "fifo")
     for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ConfigError, match=rf"serve\.{name}='{path}' .*no regular file"):
+        with pytest.raises(ConfigError, match=rf"serve\.{name}='{path}' .*not a regular file"):
             Access(config(path, name))
 
 

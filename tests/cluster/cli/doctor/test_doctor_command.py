@@ -123,7 +123,7 @@ def test_each_problem_has_its_remedy_below_the_table(capsys: Capture, tmp_path: 
     source.write_text("model: {path: ./nowhere}\nserve: {port: 0}\n")
     assert main(["doctor", str(source)]) == 1
     text = capsys.readouterr().out
-    assert "error: model (here): model.path='./nowhere' is no folder" in text
+    assert "error: model (here): model.path='./nowhere' is not a folder" in text
     assert f"  -> {CHECKS['model'].remedy}" in text
     assert "1 error" in text and "this machine cannot serve" in text
 

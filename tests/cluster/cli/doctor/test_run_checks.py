@@ -359,7 +359,7 @@ def test_what_running_engines_hold_is_theirs() -> None:
 
 
 def test_a_model_that_is_missing_is_no_other_model() -> None:
-    missing = with_host(HEALTHY, 1, unreadable=UNREADABLE, model_error="is no folder", files={})
+    missing = with_host(HEALTHY, 1, unreadable=UNREADABLE, model_error="is not a folder", files={})
     assert [finding.check for finding in bad(run_checks(missing))] == ["files"]
 
 

@@ -25,16 +25,16 @@ def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
     """`swell serve` exits in this case. Other callers see retries with growing delays."""
 
     async def scenario(harness: ManagerHarness) -> None:
-        harness.placement.always = permanent("model.path='m' is no folder")
+        harness.placement.always = permanent("model.path='m' is not a folder")
         await harness.start()
         assert harness.manager.phase == "failed" and harness.placement.ranks_of_event("start") == [
             [0]
         ]
-        assert await harness.manager.not_ready_reason() == ("model.path='m' is no folder", True)
+        assert await harness.manager.not_ready_reason() == ("model.path='m' is not a folder", True)
         described = await harness.manager.describe()
         assert described["state"] == "failed" and described["engines"] == []
         assert described["rescale"]["phase"] == "failed"
-        assert described["rescale"]["error"].startswith("model.path='m' is no folder (tried 5")
+        assert described["rescale"]["error"].startswith("model.path='m' is not a folder (tried 5")
         await asyncio.sleep(1000)
         assert 5 < len(harness.placement.ranks_of_event("start")) < 10
         assert (await harness.manager.not_ready_reason())[1], "in vain during an attempt, too"

@@ -119,12 +119,17 @@ def test_the_file_of_a_template_is_read_within_bounds(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe9")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
-    why = {"fifo": "no regular file", "huge": str(MAX_CONFIG_BYTES), "latin": "utf-8", "no": "No"}
+    why = {
+        "fifo": "not a regular file",
+        "huge": str(MAX_CONFIG_BYTES),
+        "latin": "utf-8",
+        "no": "No",
+    }
     for name, reason in why.items():
         path = str(tmp_path / name)
         with pytest.raises(ConfigError, match=f"serve.chat_template='{path}' .*{reason}"):
             read_template(path)
-    with pytest.raises(ConfigError, match="no regular file"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         read_template("/dev/zero")
     (tmp_path / "good").write_bytes("é{{ messages }}".encode())
     assert read_template(str(tmp_path / "good")) == "é{{ messages }}"
