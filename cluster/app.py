@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.api.server_info import NotReady
 from swell.cluster.api.store.store_service import StoreService
+from swell.cluster.api.tracing import exporter as tracing
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
@@ -363,9 +365,21 @@ def _with_ingresses(config: Config, hosts: int) -> Config:
 
 def with_collector(config: Config) -> Config:
     """Returns the configuration with the OTLP collector from this command's environment, unless one
-    is configured: ingresses may run on other hosts."""
+    is configured: ingresses may run on other hosts. Raises ConfigError if a collector is configured
+    and OpenTelemetry's exporter is not installed."""
     endpoint = os.environ.get(_OTLP_ENDPOINT)
-    if config.serve.otlp_endpoint is not None or not endpoint:
+    if config.serve.otlp_endpoint is not None:
+        if not tracing.is_installed():
+            raise ConfigError(
+                "serve.otlp_endpoint needs OpenTelemetry's exporter, which is not installed: "
+                f"{tracing.INSTALL}"
+            )
+        return config
+    if not endpoint:
+        return config
+    if not tracing.is_installed():  # the variable may be for other programs
+        note = f"no traces are exported: {_OTLP_ENDPOINT} is set, and needs {tracing.INSTALL}"
+        print(note, file=sys.stderr)
         return config
     serve = {**msgspec.to_builtins(config.serve), "otlp_endpoint": endpoint}
     return load({**msgspec.to_builtins(config), "serve": serve})

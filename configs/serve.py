@@ -140,7 +140,7 @@ class ServeConfig(SessionLimits, frozen=True):
     """An OpenTelemetry collector (OTLP over HTTP), such as `http://collector:4318`: it receives
     each finished request as spans. None: the value of OTEL_EXPORTER_OTLP_ENDPOINT in the
     environment of the command that starts the application; if that is not set either, nothing is
-    exported."""
+    exported. Needs `pip install 'swell[tracing]'`."""
     no_engine_timeout_s: Seconds = 60.0
     """How long a request waits while no engine is available, before a 503; longer than a
     replacement takes to start."""

@@ -97,7 +97,7 @@ LIBRARIES: dict[str, list[str]] = {
         "worker/sample/vocabulary.py",
     ],
     "prometheus_client": ["*/metrics.py"],
-    "opentelemetry": ["cluster/api/tracing/otlp.py"],
+    "opentelemetry": ["cluster/api/tracing/otlp.py", "cluster/api/tracing/spans.py"],
     "zmq": ["coordinator/transport/authenticator.py", "coordinator/transport/channel.py"],
 }
 
@@ -319,6 +319,7 @@ def test_the_door_of_kernels_is_empty() -> None:
         ("swell.coordinator.service", ["torch", "ray", "transformers"]),
         ("swell.cluster.client.routing.router", ["torch", "ray", "transformers"]),
         ("swell.cluster.control.manager", ["torch", "ray", "transformers"]),
+        ("swell.cluster.api.ingress", ["torch", "ray", "opentelemetry"]),
         ("swell.cluster.text.grammar.structured_output", ["torch", "ray", "transformers"]),
         ("swell.worker.wire", ["torch", "ray", "zmq"]),
         ("swell.worker.worker", ["ray", "llguidance"]),

@@ -19,8 +19,7 @@ from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
 from swell.cluster.api.routing import arm_keep_alive, request_id
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.api.tracing.exporter import make_exporter
-from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.api.tracing.exporter import make_exporter, trace_headers
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats

@@ -7,6 +7,8 @@ import logging
 import sys
 from typing import Any
 
+_LOGGERS = ("swell", "opentelemetry.exporter.otlp")
+
 
 class KeyValueFormatter(logging.Formatter):
     """Formats a line as `2026-01-31T12:00:00 INFO swell.engine loaded rank=0 epoch=3
@@ -44,14 +46,16 @@ class StructuredLogger:
 
 
 def configure_logging(level: int = logging.INFO) -> None:
-    """Sends Swell's logs to standard error. The entry point of a process calls this once."""
-    root = logging.getLogger("swell")
-    if not root.handlers:
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(KeyValueFormatter())
-        root.addHandler(handler)
-        root.propagate = False
-    root.setLevel(level)
+    """Sends Swell's logs, and those of the exporter of traces, to standard error. The entry point
+    of a process calls this once."""
+    for name in _LOGGERS:
+        root = logging.getLogger(name)
+        if not root.handlers:
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(KeyValueFormatter())
+            root.addHandler(handler)
+            root.propagate = False
+        root.setLevel(level)
 
 
 def first_line(error: BaseException) -> str:

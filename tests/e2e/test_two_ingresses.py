@@ -20,11 +20,11 @@ import httpx
 import pytest
 
 from swell.worker.wire import HANDOVER_FOLDER
-from tests.cluster.api.tracing.otlp_collector import Collector, start_collector
+from tests.cluster.api.tracing.otlp_collector import Collector, needs_exporter, start_collector
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_splits import assert_equal_to_transformers
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_exporter]
 
 TOKENS = 400
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

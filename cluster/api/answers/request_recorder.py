@@ -13,8 +13,7 @@ from swell.cluster.api.answers.response_writer import AnswerWriter
 from swell.cluster.api.bodies.timings import timings_of
 from swell.cluster.api.routing import request_id
 from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.api.tracing.exporter import TraceExporter
-from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.api.tracing.exporter import TraceExporter, trace_headers
 from swell.cluster.client.requests.request_history import RequestHistory, RequestRecord
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 

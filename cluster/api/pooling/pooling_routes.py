@@ -27,7 +27,7 @@ from swell.cluster.api.pooling.serving import (
 )
 from swell.cluster.api.routing import request_id, route
 from swell.cluster.api.services import Services
-from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.api.tracing.exporter import trace_headers
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, PoolingRequest
 

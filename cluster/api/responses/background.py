@@ -34,7 +34,7 @@ from swell.cluster.api.store.response_store import (
     StoreKey,
 )
 from swell.cluster.api.store.store_calls import StoreUnavailable
-from swell.cluster.api.tracing.trace_context import trace_headers
+from swell.cluster.api.tracing.exporter import trace_headers
 from swell.cluster.text.schema.decode import decode
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger

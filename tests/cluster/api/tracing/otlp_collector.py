@@ -16,10 +16,15 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
+
+from swell.cluster.api.tracing.exporter import INSTALL, is_installed
+
+needs_exporter = pytest.mark.skipif(not is_installed(), reason=f"needs {INSTALL}")
 
 DEADLINE_S = 60.0
 

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
+from opentelemetry.trace import SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from swell.cluster.api.tracing import exporter, otlp
-from swell.cluster.api.tracing.spans import TracedRequest, request_attributes, spans_of
-from swell.cluster.api.tracing.trace_context import trace_context
-from swell.cluster.app import with_collector
+from swell.cluster import app
+from swell.cluster.api.tracing import exporter
+from swell.cluster.api.tracing.spans import num_spans, record_spans
 from swell.cluster.client.requests.journey import Journey
 from swell.cluster.client.requests.request_history import RequestRecord
 from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.prompt.input_processor import ProcessedRequest
+from swell.cluster.text.tokens.detokenizer import TextStart
 from swell.configs.schema import ConfigError, load
-from swell.coordinator.transport.ports import free_port
 from swell.engine.wire import JourneyEventType as Kind
-from tests.cluster.api.tracing.otlp_collector import start_collector
+from tests.cluster.api.tracing.otlp_collector import needs_exporter, start_collector
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, until
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.core_requests import core_request
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CALLER = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
@@ -39,52 +42,48 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture(autouse=True)
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raises the POST timeout, so that a slow collector does not get a batch twice."""
-    monkeypatch.setattr(otlp, "_POST_TIMEOUT_S", 60.0)
+@pytest.fixture
+def otlp(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the exporter, with a longer timeout: a slow collector gets no batch twice."""
+    from swell.cluster.api.tracing import otlp
 
-
-# -------------------------------------------------------------------------------- the caller's span
-
-
-HEX = st.text("0123456789abcdef", min_size=30, max_size=34)
-PARENTS = st.one_of(
-    st.text(max_size=60),
-    st.builds("{}-{}-{}-{}".format, st.sampled_from(["00", "01", "ff", "0"]), HEX, HEX, HEX),
-    st.from_regex(r"\A(00|01|ff)-[0-9a-f]{32}-[0-9a-f]{16}-0[01](-x)?\Z"),
-    st.sampled_from([f"00-{'0' * 32}-{SPAN}-01", f"00-{TRACE}-{'0' * 16}-01"]),
-)
-
-
-@given(PARENTS)
-def test_a_parent_is_read_as_opentelemetry_reads_it(text: str) -> None:
-    found = trace_context({"traceparent": text})
-    context = TraceContextTextMapPropagator().extract({"traceparent": text})
-    spans = [span for span in context.values() if hasattr(span, "get_span_context")]
-    if not spans:
-        assert found is None
-        return
-    expected = spans[0].get_span_context()  # type: ignore[attr-defined]
-    assert found is not None
-    assert int.from_bytes(found.trace_id) == expected.trace_id
-    assert int.from_bytes(found.span_id) == expected.span_id
-    assert found.sampled == expected.trace_flags.sampled
+    monkeypatch.setattr(otlp, "_TIMEOUT_S", 300.0)
+    return otlp
 
 
 # -------------------------------------------------------------------------------- a request's spans
 
 
-def counted() -> Any:
-    numbers = itertools.count(1)
-    return lambda count: next(numbers).to_bytes(count)
+def processed_request(**fields: Any) -> ProcessedRequest:
+    """Returns a request with two prompts, of two and of three tokens."""
+    params = SamplingParams(**fields)
+    prompts = ([1, 2], 7), ([3, 4, 5], 6)
+    return ProcessedRequest(
+        requests=[
+            core_request(params, child, prompt_token_ids=ids, max_tokens=max_tokens)
+            for ids, max_tokens in prompts
+            for child in range(params.num_children)
+        ],
+        prompt_texts=[None, None],
+        params=params,
+        text_start=TextStart.NEW_TEXT,
+        make_parser=lambda: None,  # type: ignore[arg-type, return-value]
+        stream=True,
+    )
 
 
-def traced(*journeys: Journey, ended_s: float = 9.0) -> TracedRequest:
-    record = RequestRecord("cmpl-a", "a", "chat", "m", 1.0, 100.0, [*journeys], ended_s)
-    params = SamplingParams(temperature=0.5, top_k=4, max_tokens=7, seed=3)
-    attributes = request_attributes(params, prompt_tokens=5, max_tokens=7, stream=True)
-    return TracedRequest(record=record, parent=trace_context(CALLER), attributes=attributes)
+def spans_of(
+    *journeys: Journey, headers: dict[str, str] = CALLER, **fields: Any
+) -> list[ReadableSpan]:
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    record = RequestRecord("cmpl-a", "a", "chat", "m", 1.0, 100.0, [*journeys], 9.0)
+    parent = TraceContextTextMapPropagator().extract(headers)
+    tracer, processed = provider.get_tracer("test"), processed_request(**fields)
+    recorded = record_spans(tracer, record, processed, parent)
+    spans = memory.get_finished_spans()
+    assert len(spans) == (num_spans(record) if recorded else 0)
+    return [*spans]
 
 
 def moved(reason: str) -> Journey:
@@ -101,38 +100,76 @@ def moved(reason: str) -> Journey:
 
 
 def test_a_request_has_a_span_and_each_attempt_one_below_it() -> None:
-    root, first, second = spans_of(traced(moved("stop")), counted())
-    assert (root.trace_id.hex(), root.parent_id.hex(), root.state) == (TRACE, SPAN, "vendor=1")
-    assert (root.name, root.is_server, root.failed) == ("chat m", True, False)
-    assert (root.start_ns, root.end_ns) == (100 * 10**9, 108 * 10**9)
+    root, first, second = spans_of(moved("stop"), temperature=0.5, seed=3)
+    assert root.context and root.parent and root.attributes
+    assert root.context.trace_id == root.parent.trace_id == int(TRACE, 16)
+    assert root.parent.span_id == int(SPAN, 16)
+    assert root.context.trace_state.to_header() == "vendor=1"
+    assert (root.name, root.kind, root.status.is_ok) == ("chat m", SpanKind.SERVER, True)
+    assert (root.start_time, root.end_time) == (100 * 10**9, 108 * 10**9)
+    assert root.attributes["gen_ai.request.temperature"] == 0.5
+    assert root.attributes["gen_ai.request.seed"] == 3
+    assert root.attributes["gen_ai.request.max_tokens"] == 7
+    assert root.attributes["gen_ai.usage.input_tokens"] == 5
     assert root.attributes["gen_ai.usage.output_tokens"] == 12
-    assert root.attributes["gen_ai.response.finish_reasons"] == ["stop"]
+    assert root.attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert root.attributes["gen_ai.response.time_to_first_chunk"] == 2.0
     for span, rank in ((first, 0), (second, 1)):
-        assert (span.trace_id, span.parent_id) == (root.trace_id, root.span_id)
+        assert span.attributes and span.parent and span.context
+        assert span.kind is SpanKind.INTERNAL
+        assert (span.context.trace_id, span.parent) == (root.context.trace_id, root.context)
         assert (span.attributes["swell.engine.rank"], span.attributes["swell.attempt"]) == (
             rank,
             rank + 1,
         )
-    assert (first.start_ns, first.end_ns) == (101 * 10**9, 103 * 10**9)
+    assert (first.start_time, first.end_time) == (101 * 10**9, 103 * 10**9)
+    assert first.attributes and second.attributes
     assert first.attributes["swell.resubmitted.reason"] == "the engine was lost"
-    assert [event.name for event in first.events] == ["first_token"]
+    assert second.attributes["swell.finished.reason"] == "stop"
+    assert [(event.name, event.timestamp) for event in first.events] == [
+        ("first_token", 102 * 10**9)
+    ]
     assert [event.name for event in second.events] == ["preempted"]
-    assert len({root.span_id, first.span_id, second.span_id}) == 3
 
 
 def test_a_failure_is_an_error_of_the_request_and_of_its_last_attempt() -> None:
-    root, first, second = spans_of(traced(moved("error")), counted())
-    assert (root.failed, first.failed, second.failed) == (True, False, True)
-    assert root.attributes["error.type"]
+    root, first, second = spans_of(moved("error"))
+    assert [span.status.is_ok for span in (root, first, second)] == [False, True, False]
+    assert root.attributes and root.attributes["error.type"]
+
+
+@pytest.mark.parametrize(
+    "parent",
+    [
+        {},
+        {"traceparent": ""},
+        {"traceparent": f"ff-{TRACE}-{SPAN}-01"},
+        {"traceparent": f"00-{'0' * 32}-{SPAN}-01", "tracestate": "vendor=1"},
+        {"traceparent": f"00-{TRACE}-{SPAN}-01-more"},
+    ],
+)
+def test_without_a_valid_parent_a_request_begins_a_trace(parent: dict[str, str]) -> None:
+    root, *_ = spans_of(moved("stop"), headers=parent)
+    assert root.context and root.parent is None
+    assert root.context.trace_id not in (0, int(TRACE, 16))
+
+
+def test_a_request_that_its_caller_does_not_sample_has_no_spans() -> None:
+    assert spans_of(moved("stop"), headers={"traceparent": f"00-{TRACE}-{SPAN}-00"}) == []
 
 
 def test_attributes_have_the_names_of_the_conventions() -> None:
     known = [value for name, value in vars(gen_ai_attributes).items() if name[:4] == "GEN_"]
-    params = SamplingParams(n=2, top_k=3, seed=1, frequency_penalty=0.5, presence_penalty=0.5)
-    attributes = request_attributes(params, prompt_tokens=5, max_tokens=7, stream=True)
-    (root, *_) = spans_of(traced(moved("stop")), counted())
-    names = {name for name in {*attributes, *root.attributes} if name.startswith("gen_ai.")}
+    root, *_ = spans_of(
+        moved("stop"),
+        n=2,
+        temperature=0.5,
+        top_k=3,
+        seed=1,
+        frequency_penalty=0.5,
+        presence_penalty=0.5,
+    )
+    names = {name for name in root.attributes or {} if name.startswith("gen_ai.")}
     assert len(names) > 15
     assert names <= set(known)
 
@@ -146,8 +183,9 @@ async def finished_traces(cluster: FakeCluster) -> dict[str, float]:
     return {name.split('"')[1]: float(value) for name, value in rows}
 
 
+@needs_exporter
 @pytest.mark.slow
-def test_a_collector_gets_a_moved_request_below_the_callers_span(folder: Path) -> None:
+def test_a_collector_gets_a_moved_request_below_the_callers_span(folder: Path, otlp: Any) -> None:
     """The collector is a separate process that rejects the first batch."""
     with start_collector(503) as collector:
 
@@ -200,8 +238,9 @@ def check_moved(root: dict[str, Any], attempts: list[dict[str, Any]], stream: St
         assert times[-1] <= root["end_ns"]
 
 
+@needs_exporter
 @pytest.mark.slow
-def test_what_the_caller_does_not_sample_is_not_exported(folder: Path) -> None:
+def test_what_the_caller_does_not_sample_is_not_exported(folder: Path, otlp: Any) -> None:
     with start_collector() as collector:
 
         async def run() -> None:
@@ -221,30 +260,35 @@ def test_what_the_caller_does_not_sample_is_not_exported(folder: Path) -> None:
         asyncio.run(run())
 
 
+@needs_exporter
 @pytest.mark.slow
-def test_a_collector_that_is_away_fails_no_request_and_drops_are_counted(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_collector_that_hangs_fails_no_request_and_drops_are_counted(
+    folder: Path, otlp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "MAX_QUEUED_ANSWERS", 4)
+    """The shutdown gives up too: it returns before the batch does, which has an hour."""
+    monkeypatch.setattr(otlp, "MAX_QUEUED_SPANS", 8)
+    monkeypatch.setattr(otlp, "_TIMEOUT_S", 3600.0)
 
-    async def run() -> None:
-        nobody = f"http://127.0.0.1:{free_port('127.0.0.1')}"
-        settings: dict[str, object] = {"serve.otlp_endpoint": nobody}
+    async def run(endpoint: str) -> None:
+        settings: dict[str, object] = {"serve.otlp_endpoint": endpoint}
         async with FakeCluster(folder, **settings).serving() as cluster:
             await cluster.join(0)
             for _ in range(9):
                 answer = await cluster.client.post("/v1/completions", json=body([1], 2))
                 assert answer.status_code == 200
             traces = cluster.ingress.services.traces
-            assert isinstance(traces, exporter.OtlpExporter)
-            await until(lambda: traces._queued_answers == 4)
+            assert isinstance(traces, otlp.OtlpExporter)
+            await until(lambda: traces.num_queued == 8)
             assert await finished_traces(cluster) == {"sent": 0.0, "dropped": 5.0}
+        assert traces.num_queued == 8
 
-    asyncio.run(run())
+    with socket.create_server(("127.0.0.1", 0)) as hanging:  # it accepts nothing
+        asyncio.run(run(f"http://127.0.0.1:{hanging.getsockname()[1]}"))
 
 
+@needs_exporter
 @pytest.mark.slow
-def test_a_batch_that_is_refused_is_dropped_and_the_next_one_sent(folder: Path) -> None:
+def test_a_batch_that_is_refused_is_dropped_and_the_next_one_sent(folder: Path, otlp: Any) -> None:
     with start_collector(400) as collector:
 
         async def run() -> None:
@@ -262,7 +306,7 @@ def test_a_batch_that_is_refused_is_dropped_and_the_next_one_sent(folder: Path) 
         asyncio.run(run())
 
 
-def test_without_an_endpoint_nothing_is_loaded_or_kept() -> None:
+def test_without_an_endpoint_nothing_is_kept() -> None:
     assert type(exporter.make_exporter(None, lambda *_: None)) is exporter.TraceExporter
 
 
@@ -270,15 +314,37 @@ def test_the_endpoint_is_that_of_the_configuration_or_of_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = {"model": {"path": "."}}
+    monkeypatch.setattr(exporter, "is_installed", lambda: True)
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT", raising=False)
-    assert with_collector(load(model)) == load(model)
+    assert app.with_collector(load(model)) == load(model)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there:4318")
-    assert with_collector(load(model)).serve.otlp_endpoint == "http://there:4318"
+    assert app.with_collector(load(model)).serve.otlp_endpoint == "http://there:4318"
     here = load(model, {"serve.otlp_endpoint": "https://here/otlp"})
-    assert with_collector(here) is here
+    assert app.with_collector(here) is here
     for wrong in ("collector:4317", "grpc://collector", "http://", "http://a b"):
         with pytest.raises(ConfigError, match=r"serve\.otlp_endpoint="):
             load(model, {"serve.otlp_endpoint": wrong})
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", wrong)
         with pytest.raises(ConfigError, match=r"serve\.otlp_endpoint="):
-            with_collector(load(model))
+            app.with_collector(load(model))
+
+
+def test_without_the_exporter_a_configured_endpoint_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment may be that of other programs, so an endpoint there is only reported."""
+    monkeypatch.setattr(exporter, "is_installed", lambda: False)
+    model = {"model": {"path": "."}}
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://there:4318")
+    assert app.with_collector(load(model)).serve.otlp_endpoint is None
+    assert exporter.INSTALL in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"serve\.otlp_endpoint needs .* pip install"):
+        app.with_collector(load(model, {"serve.otlp_endpoint": "http://here:4318"}))
+
+
+def test_a_missing_package_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(exporter, "find_spec", missing)
+    assert not exporter.is_installed()
