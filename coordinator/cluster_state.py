@@ -89,7 +89,7 @@ class ClusterState:
         if is_whole or has_news or now >= self._heartbeat_at:
             self._heartbeat_at = self._publish_at = now + self._config.heartbeat_s
             if not is_whole:
-                return ClusterReports.of(self.view())
+                return self.reports()
             self._next_roster_at = now + _ROSTER_INTERVAL_S * len(self.roster.members)
             return self.view()
         self._publish_at = self._heartbeat_at
@@ -103,4 +103,8 @@ class ClusterState:
         return fresh
 
     def view(self) -> ClusterView:
-        return ClusterView(self.roster, [self._reports[rank] for rank in sorted(self._reports)])
+        return ClusterView(self.roster, self.reports())
+
+    def reports(self) -> ClusterReports:
+        engines = [self._reports[rank] for rank in sorted(self._reports)]
+        return ClusterReports(self.roster.epoch, engines)

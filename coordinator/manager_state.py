@@ -1,5 +1,4 @@
-"""The manager's state that the coordinator and the engines store, and that ingresses see in
-part."""
+"""The state of the manager, as its checkpoint, the coordinator and the engines store it."""
 
 from __future__ import annotations
 
@@ -36,18 +35,15 @@ NO_MANAGER = ManagerId()
 """The sender of commands in a cluster without a known manager."""
 
 
-class ManagerState(msgspec.Struct, frozen=True, array_like=True):
-    """The leading manager, its targets and its current operation, stored by the coordinator and all
-    engines.
+class DesiredState(msgspec.Struct, frozen=True, array_like=True):
+    """The requests of operators that hold now, and the manager that fulfils them.
 
-    The newest state by `age` is valid. So it survives the loss of the coordinator and the manager
-    together, even if the manager's checkpoint is lost.
+    A checkpoint in Ray's GCS stores it for the manager's successor. The coordinator and the engines
+    store it too, so it survives the loss of the checkpoint. The newest one by `age` is valid.
     """
 
     owner: str = ""
-    """The manager that leads; empty: no manager has sent a state yet."""
-    phase: str = "idle"
-    """Phase of the change of engines: idle, pending, prepare, commit, drain or failed."""
+    """The manager that took over last and leads; empty: no manager has taken over yet."""
     target: int = 0
     """Target number of engines; 0: unknown."""
     pause_requested: bool = False
@@ -59,29 +55,33 @@ class ManagerState(msgspec.Struct, frozen=True, array_like=True):
     term: int = 0
     """Increases with each manager that takes over."""
     number: int = 0
-    """Increases with each change of the state."""
-    scaling: ScalingCounts = ScalingCounts()
+    """Increases with each change of the desired state."""
     adapters: tuple[Adapter, ...] = ()
     """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
     """The sleep that an operator has requested for paused engines."""
 
     @property
+    def age(self) -> tuple[int, int]:
+        """Orders states: the newer state has the greater age."""
+        return self.term, self.number
+
+
+class ManagerState(msgspec.Struct, frozen=True, array_like=True):
+    """The leading manager, its targets and its current operation, stored by the coordinator and all
+    engines. Ingresses see a part of it."""
+
+    desired: DesiredState = DesiredState()
+    phase: str = "idle"
+    """Phase of the change of engines: idle, pending, prepare, commit, drain or failed."""
+    scaling: ScalingCounts = ScalingCounts()
+
+    @property
     def manager_id(self) -> ManagerId:
-        return ManagerId(self.owner, self.term)
+        return ManagerId(self.desired.owner, self.desired.term)
 
     def is_led_by(self, manager: ManagerId) -> bool:
         """Whether a process with this state accepts commands of that manager. A manager with a
         higher term is accepted, too: after a restart, a coordinator may know only an older
         manager."""
-        return self.owner in ("", manager.owner) or manager.term > self.term
-
-    @property
-    def of_view(self) -> dict[str, object]:
-        """The fields that ingresses see."""
-        return {name: getattr(self, name) for name in ("phase", "scaling", "adapters", "sleep")}
-
-    @property
-    def age(self) -> tuple[int, int]:
-        """Orders states: the newer state has the greater age."""
-        return self.term, self.number
+        return self.desired.owner in ("", manager.owner) or manager.term > self.desired.term

@@ -109,31 +109,33 @@ class ViewCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         view = self._view()
         yield GaugeMetricFamily("swell_epoch", "Epoch of the roster.", view.roster.epoch)
-        yield GaugeMetricFamily("swell_wave", "Number of the current wave.", view.wave)
+        yield GaugeMetricFamily("swell_wave", "Number of the current wave.", view.reports.wave)
         yield GaugeMetricFamily("swell_engines", "Engines in the roster.", len(view.roster.members))
         yield GaugeMetricFamily(
-            "swell_adapters", "Names of adapters that operators have loaded.", len(view.adapters)
+            "swell_adapters",
+            "Names of adapters that operators have loaded.",
+            len(view.reports.adapters),
         )
         yield GaugeMetricFamily(
             "swell_rescale_commit_seconds",
             "Seconds for which the last change of engines kept them from stepping.",
-            view.commit_s,
+            view.reports.commit_s,
         )
         yield CounterMetricFamily(
-            "swell_engine_stalls", "Engines that were found to have stalled.", view.stalls
+            "swell_engine_stalls", "Engines that were found to have stalled.", view.reports.stalls
         )
         text = "1 for the current phase of the change of engines, 0 for the others."
-        yield _phases("swell_rescale_phase", text, _PHASES, view.phase)
-        yield from _scaling(view.scaling)
-        yield from _upgrades(view.scaling.upgrade)
+        yield _phases("swell_rescale_phase", text, _PHASES, view.reports.phase)
+        yield from _scaling(view.reports.scaling)
+        yield from _upgrades(view.reports.scaling.upgrade)
         for name, (text, read) in _GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=["engine"])
-            for report in view.reports:
+            for report in view.reports.engines:
                 gauge.add_metric([str(report.rank)], read(report))
             yield gauge
         for name, (text, read) in _COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=["engine"])
-            for report in view.reports:
+            for report in view.reports.engines:
                 counter.add_metric([str(report.rank)], read(report))
             yield counter
 

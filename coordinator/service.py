@@ -277,7 +277,11 @@ class CoordinatorService:
 
     def _keep(self, state: ManagerState) -> ManagerState:
         kept = self._state_machine.manager_state
-        if kept.is_led_by(state.manager_id) and state.age >= kept.age and state != kept:
+        if (
+            kept.is_led_by(state.manager_id)
+            and state.desired.age >= kept.desired.age
+            and state != kept
+        ):
             self._state_machine.manager_state = state
             self._send_heartbeats()
         return self._state_machine.manager_state
@@ -317,7 +321,7 @@ class CoordinatorService:
     def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
         """Handles a hello. A predecessor's epoch and manager state count even if it is late."""
         self._peers[hello.member.incarnation] = peer
-        if hello.manager_state.age > self._state_machine.manager_state.age:
+        if hello.manager_state.desired.age > self._state_machine.manager_state.desired.age:
             self._keep(hello.manager_state)
         self._epoch_seen = max(self._epoch_seen, hello.roster_epoch)
         if self._recovering:
@@ -397,5 +401,5 @@ class CoordinatorService:
         hellos = list(self._hellos.values())
         self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
         self._send(self._state_machine.recover(self._epoch_seen, hellos, now))
-        if self._state_machine.manager_state.pause_requested:
+        if self._state_machine.manager_state.desired.pause_requested:
             self._send(self._state_machine.pause(now))

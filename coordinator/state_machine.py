@@ -122,18 +122,21 @@ class CoordinatorStateMachine:
         return self.roster.find(rank, incarnation)
 
     def view(self) -> ClusterView:
-        status = self._status
-        return msgspec.structs.replace(self.cluster_state.view(), wave=self.waves.wave, **status)
+        return ClusterView(self.roster, self._reports())
 
-    @property
-    def _status(self) -> dict[str, object]:
-        """Fields of a view that concern neither one engine nor the wave."""
-        return {
-            "state": self.waves.group_state.value,
-            "stalls": len(self.stalled_engines),
-            "commit_s": self.commit_s,
-            **self.manager_state.of_view,
-        }
+    def _reports(self) -> ClusterReports:
+        manager = self.manager_state
+        return msgspec.structs.replace(
+            self.cluster_state.reports(),
+            wave=self.waves.wave,
+            state=self.waves.group_state.value,
+            stalls=len(self.stalled_engines),
+            commit_s=self.commit_s,
+            phase=manager.phase,
+            scaling=manager.scaling,
+            adapters=manager.desired.adapters,
+            sleep=manager.desired.sleep,
+        )
 
     def publication(self, now: float) -> Publication | None:
         """Returns what must be published now. Changes that do not concern one engine are published
@@ -143,8 +146,8 @@ class CoordinatorStateMachine:
         due = self.cluster_state.due(now, has_news=status != self._published)
         if due is None or isinstance(due, EngineLoads):
             return due
-        self._published, view = status, self.view()
-        return view if isinstance(due, ClusterView) else ClusterReports.of(view)
+        self._published = status
+        return self.view() if isinstance(due, ClusterView) else self._reports()
 
     # ---------------------------------------------------------------- messages of engines
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from swell.configs.lora import Adapter
 from swell.coordinator.manager_state import ManagerState, Sleep
@@ -148,16 +148,13 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
 
-class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """Everything that an ingress uses for routing: sent first, and with each new roster.
+class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
+    """State of the cluster besides its roster: sent every `heartbeat_s`."""
 
-    It is followed by `EngineLoads` of engines whose load has changed, and every `heartbeat_s` by
-    `ClusterReports` of all. Both carry the roster's epoch: an ingress that has missed the roster
-    reports this with its next `Subscribe`, and receives a whole view again.
-    """
-
-    roster: Roster
-    reports: list[EngineReport] = []
+    epoch: int = 0
+    """Epoch of the roster to which the reports belong."""
+    engines: list[EngineReport] = []
+    """The newest report of each engine, in the order of their ranks."""
     wave: int = 0
     state: str = "serving"
     """serving | pausing | paused | forming: state of the engines that share experts, or of all if
@@ -174,39 +171,27 @@ class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False)
     """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
 
-    def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterView:
-        """Returns the view with these newer loads, by rank."""
+    def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterReports:
+        """Returns the reports with these newer loads, by rank."""
         known = {rank: EngineReport(rank) for rank in loads}
-        known |= {report.rank: report for report in self.reports}
-        reports = [
+        known |= {report.rank: report for report in self.engines}
+        engines = [
             loads[rank].update(report) if rank in loads else report
             for rank, report in sorted(known.items())
         ]
-        return replace(self, reports=reports)
+        return replace(self, engines=engines)
 
 
-class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=False):
-    """A `ClusterView` without the roster, which the receiver already has."""
+class ClusterView(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
+    """Everything that an ingress uses for routing: sent first, and with each new roster.
 
-    epoch: int
-    """Epoch of that roster."""
-    reports: list[EngineReport] = []
-    wave: int = 0
-    state: str = "serving"
-    stalls: int = 0
-    commit_s: float = 0.0
-    phase: str = "idle"
-    scaling: ScalingCounts = ScalingCounts()
-    adapters: tuple[Adapter, ...] = ()
-    sleep: Sleep = Sleep()
+    It is followed by `EngineLoads` of engines whose load has changed, and every `heartbeat_s` by
+    `ClusterReports` of all. Both carry the roster's epoch: an ingress that has missed the roster
+    reports this with its next `Subscribe`, and receives a whole view again.
+    """
 
-    @classmethod
-    def of(cls, view: ClusterView) -> ClusterReports:
-        return cls(view.roster.epoch, *astuple(view)[1:])
-
-    def view(self, roster: Roster) -> ClusterView:
-        """Returns the whole view, with the roster of this epoch."""
-        return ClusterView(roster, *astuple(self)[1:])
+    roster: Roster
+    reports: ClusterReports = ClusterReports()
 
 
 class EngineLoads(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=False):

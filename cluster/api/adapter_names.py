@@ -19,7 +19,7 @@ class AdapterNames:
     @property
     def loaded(self) -> tuple[Adapter, ...]:
         """The adapters that were loaded while the server ran."""
-        return self._view().adapters
+        return self._view().reports.adapters
 
     @property
     def names(self) -> list[str]:

@@ -164,5 +164,5 @@ class ServerRoutes:
                 num_waiting_reqs=report.waiting,
                 kv_usage=report.kv_usage,
             )
-            for report in self._llm.view.reports
+            for report in self._llm.view.reports.engines
         ]

@@ -104,7 +104,8 @@ class AsyncLLM:
     def view(self) -> ClusterView:
         """The cluster as the coordinator's newest messages describe it."""
         if self._loads:
-            self._view = self._view.with_loads(self._loads)
+            reports = self._view.reports.with_loads(self._loads)
+            self._view = ClusterView(self._view.roster, reports)
             self._loads = {}
         return self._view
 
@@ -168,7 +169,7 @@ class AsyncLLM:
         request until the coordinator is back.
         """
         self._check_open()
-        if self._view.sleep.refuses:
+        if self._view.reports.sleep.refuses:
             raise NoEngine("the engines sleep, and no requests are taken until they are woken up")
         now_s = self._clock()
         stale_s = _STALE_VIEW_HEARTBEATS * self._config.cluster.heartbeat_s

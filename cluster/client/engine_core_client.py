@@ -258,7 +258,7 @@ class AsyncEngineCoreClient:
         elif message.epoch < self._roster.epoch:
             return
         elif isinstance(message, ClusterReports):
-            self._apply_view(message.view(self._roster))
+            self._apply_view(ClusterView(self._roster, message))
         else:
             self._on_loads(message.loads)
 

@@ -43,11 +43,11 @@ def describe(
 ) -> dict[str, Any]:
     """Returns the body. `handles`: serving and starting engines by rank. `scaling`: the parts that
     `scaling_status.py` makes."""
-    reports = {report.rank: report for report in view.reports}
+    reports = {report.rank: report for report in view.reports.engines}
     states = {member.rank: member.state for member in view.roster.members}
     return {
         "epoch": view.roster.epoch,
-        "wave": view.wave,
+        "wave": view.reports.wave,
         "state": _state(view, target, phase, degraded=trouble is not None and trouble.exhausted),
         "target": target,
         "engines": [
@@ -116,10 +116,10 @@ def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str
     states = [member.state for member in view.roster.members]
     if not states:
         return "failed" if degraded or phase == "failed" else "starting"
-    if view.state == "paused":
+    if view.reports.state == "paused":
         return "paused"
     if degraded:
         return "degraded"
     settled = phase == "failed" or (phase == "idle" and len(states) == target)
-    whole = view.state == "serving" and all(state is MemberState.ACTIVE for state in states)
+    whole = view.reports.state == "serving" and all(state is MemberState.ACTIVE for state in states)
     return "serving" if settled and whole else "changing"

@@ -45,7 +45,7 @@ from swell.cluster.text.adapters import LoadedAdapters
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import exit_on_error_async
 from swell.configs.schema import Config
-from swell.coordinator.manager_state import ManagerState, NotLeading, Sleep
+from swell.coordinator.manager_state import DesiredState, ManagerState, NotLeading, Sleep
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.transport.runtime import Runtime
@@ -105,18 +105,18 @@ class ClusterManager:
             await self._coordinator.open()
             found = await self._coordinator.membership()
             self._view = found.view
-            previous = await self._checkpoints.load_previous(found.manager_state)
-            is_paused = self._view.state == "paused"
+            previous = await self._checkpoints.load_previous(found.manager_state.desired)
+            is_paused = self._view.reports.state == "paused"
             self._state = control_state.take_over(
                 self._state, previous, is_paused=is_paused, limits=self._limits
             )
             self.upgrader.take_over(previous.upgrade)
-            self.adapters.all = previous.adapters
+            self.adapters.all = previous.desired.adapters
             self.upgrader.set_needed(found.versions)
             await self.save()
             await self._coordinator.take_over(self._manager_state)
             newcomers = await self.upgrader.adopt(self.target, previous.drains)
-            if not previous.target:
+            if not previous.desired.target:
                 self._state = control_state.adopt(self._state, self._fleet.view(), self._limits)
             if newcomers:
                 self._fleet.tasks.spawn(self._grow(newcomers, is_requested=False))
@@ -225,9 +225,15 @@ class ClusterManager:
             raise ScaleRefused(control_state.TAKEN_OVER)
 
     def _checkpoint(self) -> ClusterCheckpoint:
-        served, record, drains = self._state.has_served, self.upgrader.record, self._fleet.drains
-        wanted = (self.target, self.pause_requested, served, record, drains, self.adapters.all)
-        return self._checkpoints.make(*wanted, self._state.sleep)
+        state = self._state
+        desired = DesiredState(
+            target=state.change.target,
+            pause_requested=state.pause_requested,
+            served=state.has_served,
+            adapters=self.adapters.all,
+            sleep=state.sleep,
+        )
+        return self._checkpoints.make(desired, self.upgrader.record, self._fleet.drains)
 
     # ---------------------------------------------------------------- state for operators
 
@@ -264,7 +270,7 @@ class ClusterManager:
         except Exception as error:  # the coordinator has stopped, or is being restarted
             silence = f"it does not answer ({type(error).__name__}); it is called again and again"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
-        await self._fleet.refresh(self._view.reports)
+        await self._fleet.refresh(self._view.reports.engines)
         handles = {**self._fleet.starting, **self._fleet.engines}
         coordinator = {"pid": self._coordinator.pid, "error": silence}
         return describe(self._view, handles, coordinator=coordinator, **plans)
@@ -353,7 +359,7 @@ class ClusterManager:
     @property
     def _manager_state(self) -> ManagerState:
         counts = self._elasticity.counts(self.upgrader.status)
-        return self._checkpoint().manager_state(self.phase, counts)
+        return ManagerState(self._checkpoint().desired, self.phase, counts)
 
     @property
     def leads(self) -> bool:
@@ -397,9 +403,9 @@ class ClusterManager:
             self._wake.set()
         if now.manager_state != (state := self._manager_state):
             self._coordinator.save_manager_state(state)
-        if self.pause_requested and now.view.state == "serving":
+        if self.pause_requested and now.view.reports.state == "serving":
             await self._coordinator.pause()
-        if not self.pause_requested and now.view.state == "paused":
+        if not self.pause_requested and now.view.reports.state == "paused":
             await self._coordinator.resume()
         await self._fleet.roster_check.compare(now)
         if (wanted := self._elasticity.follow_load(now, self._state)) is not None:

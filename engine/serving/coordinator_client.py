@@ -143,7 +143,7 @@ class CoordinatorClient:
     @property
     def sleep_level(self) -> int:
         """The sleep level that an operator has requested for a paused engine."""
-        return self._kept.manager_state.sleep.level
+        return self._kept.manager_state.desired.sleep.level
 
     @property
     def roster_epoch(self) -> int:
@@ -218,7 +218,7 @@ class CoordinatorClient:
             self._runtime.now(),
             may_serve=seen.member.rank in seen.ranks
             and self._newest_epoch <= seen.epoch
-            and not self._kept.manager_state.pause_requested,
+            and not self._kept.manager_state.desired.pause_requested,
         )
         if is_due:
             if seen.phase is not Phase.PAUSED:  # otherwise it is not inside a collective
@@ -271,7 +271,9 @@ class CoordinatorClient:
         known, epoch = self._kept.manager_state, self._kept.roster_epoch
         self._kept = CoordinatorHeartbeat(
             max(epoch, heartbeat.roster_epoch),
-            heartbeat.manager_state if heartbeat.manager_state.age >= known.age else known,
+            heartbeat.manager_state
+            if heartbeat.manager_state.desired.age >= known.desired.age
+            else known,
             heartbeat.load_report_s,
         )
         if self._kept.roster_epoch > epoch:

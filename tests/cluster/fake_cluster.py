@@ -107,8 +107,10 @@ class FakeCoordinator(_Threaded):
         self._published: ClusterView | None = None
         self._thread.start()
 
-    def tell(self, **changes: Any) -> None:
-        self.view = msgspec.structs.replace(self.view, **changes)
+    def tell(self, roster: Roster | None = None, **changes: Any) -> None:
+        """Publishes another roster, or `changes` of the reports."""
+        reports = msgspec.structs.replace(self.view.reports, **changes)
+        self.view = ClusterView(roster or self.view.roster, reports)
 
     def turn(self) -> None:
         for peer, message in self.inbox.receive(LOOK_S):

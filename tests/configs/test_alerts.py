@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swell.cluster.client.metrics import PrometheusStats
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.test_layers import ROOT
 
 FOLDER = ROOT / "configs" / "prometheus"
@@ -30,7 +30,9 @@ def samples() -> dict[str, list[dict[str, str]]]:
     """Returns the labels of each sample of `GET /metrics`, by its name."""
     stats = PrometheusStats()
     stats.set_other_counts({})
-    stats.registry.register(ViewCollector(lambda: ClusterView(Roster(), [EngineReport(0)])))
+    stats.registry.register(
+        ViewCollector(lambda: ClusterView(Roster(), ClusterReports(engines=[EngineReport(0)])))
+    )
     found: dict[str, list[dict[str, str]]] = {}
     for family in text_string_to_metric_families(stats.render().decode()):
         for sample in family.samples:

@@ -77,9 +77,9 @@ def test_no_change_stays_unpublished_longer_than_the_deadline(pattern) -> None:
             return
         if isinstance(publication, ClusterReports):
             assert now - heartbeat_at == CONFIG.heartbeat_s
-            assert publication.reports == [known[rank] for rank in sorted(known)]
+            assert publication.engines == [known[rank] for rank in sorted(known)]
             heartbeat_at = now
-            loads = [EngineLoad.of(report) for report in publication.reports]
+            loads = [EngineLoad.of(report) for report in publication.engines]
         else:
             assert isinstance(publication, EngineLoads) and unpublished_since is not None
             assert now - heartbeat_at < CONFIG.heartbeat_s
@@ -157,12 +157,12 @@ def test_reports_of_gone_ranks_are_dropped() -> None:
     cluster_state.report(EngineReport(0, steps=1), 0.1)
     cluster_state.report(EngineReport(1, steps=2), 0.1)
     cluster_state.report(EngineReport(7, steps=3), 0.1)
-    assert [report.rank for report in cluster_state.view().reports] == [0, 1]
+    assert [report.rank for report in cluster_state.view().reports.engines] == [0, 1]
     cluster_state.change(lambda roster: remove(roster, [0]), 0.2)
-    assert [report.rank for report in cluster_state.view().reports] == [1]
+    assert [report.rank for report in cluster_state.view().reports.engines] == [1]
     cluster_state.report(EngineReport(0, steps=9), 0.3)
     cluster_state.change(joined(0), 0.4)
-    assert [report.rank for report in cluster_state.view().reports] == [1], (
+    assert [report.rank for report in cluster_state.view().reports.engines] == [1], (
         "an old report came back"
     )
 
@@ -171,13 +171,13 @@ def test_a_leaving_engine_is_still_heard() -> None:
     cluster_state = cluster_state_of(0)
     cluster_state.change(lambda roster: leave(roster, [0]), 0.1)
     cluster_state.report(EngineReport(0, running=2), 0.2)
-    assert cluster_state.view().reports == [EngineReport(0, running=2)]
+    assert cluster_state.view().reports.engines == [EngineReport(0, running=2)]
 
 
 def test_an_empty_cluster_state() -> None:
     cluster_state = ClusterState(CONFIG, now=5.0)
     view = cluster_state.due(5.0)
-    assert view is not None and view.roster == Roster() and view.reports == []
+    assert view is not None and view.roster == Roster() and view.reports.engines == []
 
 
 def test_a_report_that_changes_no_load_waits_for_the_heartbeat() -> None:
@@ -187,7 +187,7 @@ def test_a_report_that_changes_no_load_waits_for_the_heartbeat() -> None:
     cluster_state.report(EngineReport(0, steps=1, progress_counter=7), 0.3)
     assert cluster_state.due(0.4) is None
     reports = cluster_state.due(1.0)
-    assert isinstance(reports, ClusterReports) and reports.reports[0].progress_counter == 7
+    assert isinstance(reports, ClusterReports) and reports.engines[0].progress_counter == 7
 
 
 def test_only_a_new_roster_is_sent_whole() -> None:
@@ -211,7 +211,7 @@ def test_engines_that_go_together_make_one_view() -> None:
     assert cluster_state.wait_s(now) <= 0.5
     last = cluster_state.due(1.5)
     assert isinstance(last, ClusterView) and len(last.roster.members) == 980
-    assert [report.rank for report in last.reports] == [999]
+    assert [report.rank for report in last.reports.engines] == [999]
 
 
 def test_many_engines_report_less_often() -> None:

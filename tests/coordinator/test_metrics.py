@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Roster
 from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.coordinator.test_roster import roster_of
 
 
@@ -51,7 +51,11 @@ def test_every_engine_has_its_values() -> None:
         )
         for rank in (0, 3)
     ]
-    values = scrape(ClusterView(roster_of(0, 3), reports, wave=4, stalls=3, commit_s=0.25))
+    values = scrape(
+        ClusterView(
+            roster_of(0, 3), ClusterReports(engines=reports, wave=4, stalls=3, commit_s=0.25)
+        )
+    )
     assert values["swell_epoch", ""] == 1
     assert values["swell_wave", ""] == 4
     assert values["swell_engines", ""] == 2
@@ -88,13 +92,15 @@ def test_an_empty_cluster_has_no_series_of_engines() -> None:
 
 
 def test_one_phase_is_the_current_one() -> None:
-    values = scrape(ClusterView(Roster(), phase="drain"), "phase")
+    values = scrape(ClusterView(Roster(), ClusterReports(phase="drain")), "phase")
     phases = {phase: value for (name, phase), value in values.items() if "rescale_phase" in name}
     assert phases == {"idle": 0, "pending": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}
 
 
 def test_what_the_manager_wants_is_shown() -> None:
-    values = scrape(ClusterView(Roster(), scaling=ScalingCounts(5, 2, 3, 1, 1)), "direction")
+    values = scrape(
+        ClusterView(Roster(), ClusterReports(scaling=ScalingCounts(5, 2, 3, 1, 1))), "direction"
+    )
     assert values["swell_engines_target", ""] == 5
     assert values["swell_engines_pending", ""] == 2
     assert values["swell_draining_nodes", ""] == 1
@@ -104,7 +110,7 @@ def test_what_the_manager_wants_is_shown() -> None:
 
 def test_how_upgrades_ended_is_shown() -> None:
     scaling = ScalingCounts(upgrade=UpgradeStatus("rolling back", 4, 2, 1))
-    view = ClusterView(Roster(), scaling=scaling)
+    view = ClusterView(Roster(), ClusterReports(scaling=scaling))
     results = {result: value for (_, result), value in scrape(view, "result").items() if result}
     assert results == {"done": 4, "failed": 2, "cancelled": 1}
     values = scrape(view, "phase")

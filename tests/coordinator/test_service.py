@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from swell.configs.schema import load
-from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
+from swell.coordinator.manager_state import DesiredState, ManagerId, ManagerState, NotLeading
 from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
@@ -72,9 +72,10 @@ class Subscriber:
             case ClusterView() as view:
                 self.view = view
             case ClusterReports(epoch=epoch) as reports if epoch == self.view.roster.epoch:
-                self.view = reports.view(self.view.roster)
+                self.view = ClusterView(self.view.roster, reports)
             case EngineLoads(epoch=epoch, loads=loads) if epoch == self.view.roster.epoch:
-                self.view = self.view.with_loads({load.rank: load for load in loads})
+                reports = self.view.reports.with_loads({load.rank: load for load in loads})
+                self.view = ClusterView(self.view.roster, reports)
             case _:
                 return None
         return self.view
@@ -141,10 +142,12 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
     service.leave([1])
     service.cancel_leave([1])
     manager = ManagerId("manager")
-    service.save_manager_state(ManagerState("manager", phase="commit"))
-    service.save_manager_state(ManagerState("another", phase="drain"))
-    assert service.membership().manager_state == ManagerState("manager", phase="commit")
-    assert service.view().phase == "commit"
+    service.save_manager_state(ManagerState(DesiredState("manager"), phase="commit"))
+    service.save_manager_state(ManagerState(DesiredState("another"), phase="drain"))
+    assert service.membership().manager_state == ManagerState(
+        DesiredState("manager"), phase="commit"
+    )
+    assert service.view().reports.phase == "commit"
     service.pause(manager)
     service.resume(manager)
     assert service.detach([1], SOON_S, manager).ranks == [0]
@@ -197,7 +200,7 @@ def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch)
     engine.send(msgspec.Raw(b"\xc1"))
     for steps in (1, 2):
         engine.send(EngineReport(0, steps=steps))
-    receive_view(subscriber, lambda view: [report.steps for report in view.reports] == [2])
+    receive_view(subscriber, lambda view: [report.steps for report in view.reports.engines] == [2])
     assert failed == [EngineReport(0, steps=1)] and service._inbox.malformed == 1
 
 
@@ -269,7 +272,9 @@ def test_a_report_reaches_the_subscribers(service, connect) -> None:
     report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
     engine.send(EngineReport(5, steps=1))
     engine.send(report)
-    assert receive_view(subscriber, lambda view: bool(view.reports)).reports == [report]
+    assert receive_view(subscriber, lambda view: bool(view.reports.engines)).reports.engines == [
+        report
+    ]
 
 
 def test_each_ingress_receives_what_all_others_have_counted(service) -> None:
@@ -364,7 +369,7 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
         end = time.monotonic() + SOON_S
         while len(set(seen)) < 4 and time.monotonic() < end:
             view = subscriber.receive(0.1)
-            seen += [report.steps for report in view.reports] if view else []
+            seen += [report.steps for report in view.reports.engines] if view else []
     finally:
         quiet.set()
         thread.join()
@@ -391,7 +396,7 @@ def test_a_malformed_message_is_dropped(service, connect) -> None:
     engine.send(EngineReport(0, wave_phase=99))
     engine.send(EngineReport(0, steps=5))
     subscriber.send(Subscribe(0))
-    receive_view(subscriber, lambda view: [report.steps for report in view.reports] == [5])
+    receive_view(subscriber, lambda view: [report.steps for report in view.reports.engines] == [5])
 
 
 def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
@@ -494,8 +499,8 @@ def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[Engin
 def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> None:
     """The manager's state outlives the manager and the coordinator: an engine keeps the newest
     state, and reports which manager led and what it wanted."""
-    newest = ManagerState("new", target=3, pause_requested=True, term=2, number=7)
-    older = ManagerState("old", target=1, term=1, number=9)
+    newest = ManagerState(DesiredState("new", target=3, pause_requested=True, term=2, number=7))
+    older = ManagerState(DesiredState("old", target=1, term=1, number=9))
     engines: list[Outlet[EngineCommand]] = []
     for rank, state in enumerate((older, newest, older)):
         engines.append(Outlet(service.address, EngineCommand, service.keys))
@@ -523,7 +528,10 @@ def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> No
 )
 def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> None:
     service.join([member(0)], SOON_S)
-    first, second = ManagerState("first", term=1), ManagerState("second", term=2)
+    first, second = (
+        ManagerState(DesiredState("first", term=1)),
+        ManagerState(DesiredState("second", term=2)),
+    )
     service.save_manager_state(first)
     service.save_manager_state(second)
     before = service.view()

@@ -7,6 +7,7 @@ import pytest
 
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
+from swell.coordinator.manager_state import DesiredState, ManagerState
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.state_machine import CoordinatorStateMachine
 from swell.coordinator.wave_protocol.null_waves import NullCoordinator
@@ -77,12 +78,12 @@ def test_the_dead_are_not_heard(dense) -> None:
     dense.join([member(0, 7)], 0.0)
     dense.remove_failed([0], 0.0)
     dense.on_message(EngineReport(0, 7, steps=5), 0.0)
-    assert dense.view().reports == []
+    assert dense.view().reports.engines == []
     dense.join([member(0, 8)], 0.0)
     dense.on_message(EngineReport(0, 7, steps=5), 0.0)
-    assert dense.view().reports == []
+    assert dense.view().reports.engines == []
     dense.on_message(EngineReport(0, 8, steps=6), 0.0)
-    assert [report.steps for report in dense.view().reports] == [6]
+    assert [report.steps for report in dense.view().reports.engines] == [6]
 
 
 def test_an_engine_is_in_the_roster_once_its_group_has_formed(lockstep) -> None:
@@ -355,13 +356,13 @@ def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
     assert dense.roster.ranks == [0]
     [stalled] = dense.stalled_engines
     assert stalled.rank == 1 and "sent no report" in stalled.reason
-    assert dense.view().stalls == 1
+    assert dense.view().reports.stalls == 1
 
 
 def test_an_operators_pause_and_its_end(dense) -> None:
     dense.join([member(0)], 0.0)
     assert dense.pause(0.0) == [(0, Pause(0))]
-    assert dense.view().state == "paused"
+    assert dense.view().reports.state == "paused"
     idle, paused = (
         EngineReport(0, 7, wave_phase=int(Phase.RUNNING)),
         EngineReport(0, 7, wave_phase=3),
@@ -428,8 +429,8 @@ def test_the_names_of_adapters_reach_ingresses_without_a_new_roster(dense) -> No
     assert isinstance(dense.publication(1.0), ClusterView)
     assert dense.publication(1.0) is None
     names = (Adapter("one", "/one", "1"),)
-    dense.manager_state = msgspec.structs.replace(dense.manager_state, adapters=names)
+    dense.manager_state = ManagerState(DesiredState(adapters=names))
     assert dense.publication(1.0) is None, "with the next reports, or after load_report_s"
     published = dense.publication(1.0 + CONFIG.load_report_s)
     assert isinstance(published, ClusterReports)
-    assert published.view(dense.roster).adapters == dense.view().adapters == names
+    assert published.adapters == dense.view().reports.adapters == names

@@ -143,7 +143,7 @@ def test_a_worker_is_replaced_while_the_others_continue(cluster) -> None:
     cluster.engines[1].executor.step_s = 0.0005
     tracker.check()
     assert cluster.engines[1].server.repairs == 1
-    cluster.until(lambda: cluster.service.view().state == "serving")
+    cluster.until(lambda: cluster.service.view().reports.state == "serving")
     states = [str(member.state) for member in cluster.service.view().roster.members]
     assert states == ["active", "active"]
 
@@ -172,7 +172,7 @@ def test_a_pause_stops_all_engines_and_loses_no_request(cluster) -> None:
     tracker.submit(0, 300)
     cluster.until(lambda: cluster.tokens["r0"])
     cluster.service.pause(NO_MANAGER)
-    cluster.until(lambda: cluster.service.view().state == "paused")
+    cluster.until(lambda: cluster.service.view().reports.state == "paused")
     cluster.receive()
     tracker.submit(1)
     before = steps(cluster)

@@ -19,7 +19,7 @@ from swell.cluster.client.routing.routed_engine import Route
 from swell.cluster.client.routing.router import Router
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.routing.trace import Conversation, Turn
 
 BLOCK_TOKENS = 16
@@ -267,7 +267,7 @@ class Simulation:
     def _publish(self) -> None:
         engines = self._engines.values()
         roster = Roster(self._epoch, tuple(engine.member for engine in engines))
-        view = ClusterView(roster, [engine.report() for engine in engines])
+        view = ClusterView(roster, ClusterReports(engines=[engine.report() for engine in engines]))
         for policy in self._ingresses:
             self._at(self.now_s + self._config.view_delay_s, partial(policy.update, view))
         self._at(self.now_s + self._config.report_s, self._publish)

@@ -46,7 +46,7 @@ class Transitions:
     def look(self) -> None:
         plane = self._plane
         if plane.coordinator is not None:
-            self._note("group", plane.coordinator, plane.coordinator.machine_view.state)
+            self._note("group", plane.coordinator, plane.coordinator.machine_view.reports.state)
         if plane.manager.has_started:
             manager = plane.manager.manager
             self._note("change", manager, manager._state.change.stage.value)

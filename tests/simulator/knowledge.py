@@ -55,10 +55,11 @@ class KnowledgeWatch:
             if (server := engine.server) is None:
                 continue
             kept = server._coordinator_client._kept
-            epoch, age = self._kept.get(server, (kept.roster_epoch, kept.manager_state.age))
-            if kept.roster_epoch < epoch or kept.manager_state.age < age:
+            newest = kept.roster_epoch, kept.manager_state.desired.age
+            epoch, age = self._kept.get(server, newest)
+            if newest[0] < epoch or newest[1] < age:
                 self._break(f"{engine.process.name} goes back to an older state of the manager")
-            self._kept[server] = kept.roster_epoch, kept.manager_state.age
+            self._kept[server] = newest
 
     # ---------------------------------------------------------------- loads
 
@@ -68,7 +69,7 @@ class KnowledgeWatch:
         process = self._plane.coordinators[-1][0]
         view = coordinator.machine_view
         members = {member.rank: member.incarnation for member in view.roster.members}
-        reports = {report.rank: report for report in view.reports}
+        reports = {report.rank: report for report in view.reports.engines}
         for report in reports.values():
             if report.incarnation != members.get(report.rank):
                 self._break(f"the report of engine {report.rank} is one of an earlier engine")
@@ -94,12 +95,14 @@ class KnowledgeWatch:
     def _look_at_views(self, coordinator: SimCoordinator) -> None:
         """Checks that an ingress knows the loads that the coordinator knows."""
         process = self._plane.coordinators[-1][0]
-        known = _loads(coordinator.machine_view.reports)
+        known = _loads(coordinator.machine_view.reports.engines)
         for ingress in self._plane.ingresses:
             if ingress.llm is None or ingress.coordinator_address != coordinator.address:
                 continue
             view = ingress.llm.view
-            differs = view.roster.epoch == coordinator.epoch and _loads(view.reports) != known
+            differs = (
+                view.roster.epoch == coordinator.epoch and _loads(view.reports.engines) != known
+            )
             differs = differs and self._calm.reach(ingress.process, process)
             differs = differs and not self._calm.were_reset(ingress.process, process)
             key = "loads", ingress, tuple(known.items())

@@ -106,7 +106,7 @@ class Run:
             return False
         if plane.operator.unanswered or self.prober.is_under_way or not plane.manager.has_started:
             return False
-        states = [ingress.llm.view.state for ingress in plane.ingresses if ingress.llm]
+        states = [ingress.llm.view.reports.state for ingress in plane.ingresses if ingress.llm]
         if not {"forming", "pausing"}.isdisjoint(states):
             return False  # packets that a cut held back may still come
         if "paused" in states and not plane.operator.paused:

@@ -87,7 +87,7 @@ class StartRate:
         """Adds what engines started since their last report. The first report of an engine adds
         nothing."""
         engines: dict[tuple[int, int], tuple[int, int]] = {}
-        for report in view.reports:
+        for report in view.reports.engines:
             key = (report.rank, report.incarnation)
             started = (report.started_requests, report.started_tokens)
             before = self._engines.get(key, started)

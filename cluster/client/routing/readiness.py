@@ -49,20 +49,20 @@ class ReadinessTracker:
     def on_view(self, view: ClusterView, now: float) -> None:
         """Applies a view. An engine may make no progress while it must not compute."""
         members = {EngineId.of(member): member for member in view.roster.members}
-        reports = {report.rank: report for report in view.reports}
+        reports = {report.rank: report for report in view.reports.engines}
         self._monitor.advance(now)
         self._monitor.set_subjects(members, now)
         for key, member in members.items():
             report = reports.get(member.rank)
-            may_step = member.state is MemberState.ACTIVE and view.state == _SERVING
+            may_step = member.state is MemberState.ACTIVE and view.reports.state == _SERVING
             if report is not None:
                 busy = may_step and bool(report.running + report.waiting)
                 self._monitor.on_report(key, (report.steps, report.progress_counter), now, busy)
         self._active = [k for k, m in members.items() if m.state is MemberState.ACTIVE]
         self._repairing = [m.rank for m in members.values() if m.state is MemberState.REPAIRING]
-        self._state, self._last_view_at = view.state, now
-        self._sleep_level = view.sleep.level
-        if view.state != _FORMING:
+        self._state, self._last_view_at = view.reports.state, now
+        self._sleep_level = view.reports.sleep.level
+        if view.reports.state != _FORMING:
             self._forming_s = None
         elif self._forming_s is None:
             self._forming_s = self._monitor.read(now)

@@ -96,7 +96,7 @@ class Router:
         being replaced, has lost its cache."""
         if view.roster != self._roster:
             self._update_roster(view.roster)
-        for report in view.reports:
+        for report in view.reports.engines:
             engine = self._engines.get(report.rank)
             if engine is not None and engine.incarnation in (0, report.incarnation):
                 engine.update_load(EngineLoad.of(report))

@@ -135,7 +135,7 @@ class Drain:
         roster lists the engine as leaving, so that ingresses send new requests to others."""
         await asyncio.sleep(2 * self._load_report_s)
         view = await self._coordinator.view()
-        reports, roster = {report.rank: report for report in view.reports}, view.roster
+        reports, roster = {report.rank: report for report in view.reports.engines}, view.roster
         for handle in handles:
             member = handle.find_in(roster)
             counts = not is_leaving or (member and member.state is MemberState.LEAVING)

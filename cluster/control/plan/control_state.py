@@ -111,14 +111,15 @@ def take_over(
 ) -> ControlState:
     """Become the leader with the checkpoint of the previous manager. `is_paused`: whether the
     engines are paused; it counts only if the checkpoint is empty."""
-    target = _within(checkpoint.target or state.change.target, limits)
+    desired = checkpoint.desired
+    target = _within(desired.target or state.change.target, limits)
     return replace(
         state,
         change=replace(state.change, target=target, fallback=target),
         leadership=Leadership.LEADER,
-        pause_requested=checkpoint.pause_requested if checkpoint.target else is_paused,
-        sleep=checkpoint.sleep,
-        has_served=checkpoint.served,
+        pause_requested=desired.pause_requested if desired.target else is_paused,
+        sleep=desired.sleep,
+        has_served=desired.served,
     )
 
 

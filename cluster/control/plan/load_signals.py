@@ -63,13 +63,13 @@ class LoadSeries:
         and do not leave."""
         self._starts.observe(view, now)
         ttft_s = self._ttft_s(first_tokens[:-1], now)
-        reports = [report for report in view.reports if report.rank in staying]
+        reports = [report for report in view.reports.engines if report.rank in staying]
         if not reports or len(reports) < len(staying):
             return None
-        waiting = sum(report.waiting for report in view.reports)
+        waiting = sum(report.waiting for report in view.reports.engines)
         return Load(
             len(reports),
-            sum(report.running for report in view.reports),
+            sum(report.running for report in view.reports.engines),
             waiting,
             self._queue_s(waiting, now),
             self._drained_s(waiting, now),

@@ -54,13 +54,14 @@ class CheckpointStore:
         while not is_ours:
             earlier = await self._checkpoint_keys()
             last = _number(earlier[-1]) if earlier else 0
-            taken = msgspec.structs.replace(checkpoint, term=max(last, checkpoint.term) + 1)
-            name, raw = _checkpoint_name(taken.term), msgspec.msgpack.encode(taken)
+            term, number = checkpoint.desired.age
+            taken = checkpoint.with_age(max(last, term) + 1, number)
+            name = _checkpoint_name(taken.desired.term)
+            raw = msgspec.msgpack.encode(taken)
             is_ours = await self._ray.kv_put(self._name(name), raw, overwrite=False)
         self._checkpoint = name
         for key in earlier:
-            if _number(key):  # else the key is a prefix of all others
-                await self._ray.kv_delete(key)
+            await self._ray.kv_delete(key)
         return taken
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
@@ -116,6 +117,5 @@ def _checkpoint_name(number: int) -> bytes:
 
 
 def _number(key: bytes) -> int:
-    """Returns the number of a key; 0: earlier releases wrote one checkpoint without a number."""
-    number = key.rpartition(b"-")[2]
-    return int(number) if number.isdigit() else 0
+    """Returns the number of a key."""
+    return int(key.rpartition(b"-")[2])

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import msgspec
+from msgspec.structs import replace
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
-from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
-from swell.coordinator.manager_state import ManagerId, ManagerState, Sleep
+from swell.coordinator.manager_state import DesiredState, ManagerId
 from swell.coordinator.transport.runtime import Runtime
 
-_AWAKE = Sleep()
 _PAUSE_S = 1.0
 """First delay before a failed read or write is retried. Each further delay is twice as long, up to
 `_LONGEST_PAUSE_S`."""
@@ -50,7 +48,7 @@ class CheckpointWriter:
         """When the store is tried again. Both times are by the clock of the event loop."""
         self._log = StructuredLogger("cluster.checkpoints")
 
-    async def load_previous(self, kept: ManagerState) -> ClusterCheckpoint:
+    async def load_previous(self, kept: DesiredState) -> ClusterCheckpoint:
         """Returns the state that the previous manager left; an empty checkpoint if its
         configuration was a different one. If its checkpoint is missing or older than `kept`, the
         state that coordinator and engines of this configuration keep, then `kept` counts. If
@@ -58,25 +56,14 @@ class CheckpointWriter:
         previous = await self._store.read()
         if previous.identity != self._store.identity:
             previous = ClusterCheckpoint()
-        if kept.age > previous.age:
-            self._log.warning("checkpoint is missing or older", kept=kept.age, age=previous.age)
-            previous = ClusterCheckpoint(
-                kept.owner,
-                self._store.identity,
-                kept.target,
-                kept.pause_requested,
-                kept.served,
-                kept.data,
-                kept.term,
-                kept.number,
-                previous.upgrade,
-                previous.drains,
-                kept.adapters,
-                kept.sleep,
-            )
-        self._newest = ClusterCheckpoint(term=previous.term, number=previous.number)
-        same = previous.data in (0, self._data)
-        return previous if same else msgspec.structs.replace(previous, target=self._data)
+        if kept.age > previous.desired.age:
+            age = previous.desired.age
+            self._log.warning("checkpoint is missing or older", kept=kept.age, age=age)
+            previous = replace(previous, identity=self._store.identity, desired=kept)
+        self._newest = ClusterCheckpoint().with_age(*previous.desired.age)
+        if previous.desired.data in (0, self._data):
+            return previous
+        return replace(previous, desired=replace(previous.desired, target=self._data))
 
     @property
     def trouble(self) -> str | None:
@@ -94,7 +81,7 @@ class CheckpointWriter:
 
     def manager_id(self) -> ManagerId:
         """Returns the identity of this manager. Its term is known after it has taken over."""
-        return ManagerId(self.owner, self._newest.term)
+        return ManagerId(self.owner, self._newest.desired.term)
 
     async def is_leader(self) -> bool:
         """Whether no other manager has taken over. True if the store does not answer, because then
@@ -113,7 +100,7 @@ class CheckpointWriter:
     async def _read_owner(self) -> str | None:
         """Returns the owner of the checkpoint; None: the store does not answer."""
         try:
-            owner = (await self._store.read()).owner
+            owner = (await self._store.read()).desired.owner
         except Exception as error:
             self._on_silence(error)
             return None
@@ -147,33 +134,15 @@ class CheckpointWriter:
             await asyncio.sleep(settle_s)
 
     def make(
-        self,
-        target: int,
-        pause_requested: bool,
-        served: bool,
-        upgrade: UpgradeRecord,
-        drains: tuple[DrainRecord, ...],
-        adapters: tuple[Adapter, ...] = (),
-        sleep: Sleep = _AWAKE,
+        self, desired: DesiredState, upgrade: UpgradeRecord, drains: tuple[DrainRecord, ...]
     ) -> ClusterCheckpoint:
-        """Returns the next checkpoint, or the newest one if nothing has changed."""
-        before = self._newest
-        wanted = ClusterCheckpoint(
-            self.owner,
-            self._store.identity,
-            target,
-            pause_requested,
-            served,
-            self._data,
-            before.term,
-            before.number,
-            upgrade,
-            drains,
-            adapters,
-            sleep,
-        )
-        if wanted != before:
-            self._newest = msgspec.structs.replace(wanted, number=before.number + 1)
+        """Returns the next checkpoint, or the newest one if nothing has changed. Sets the owner,
+        `data` and the age of the desired state."""
+        term, number = self._newest.desired.age
+        desired = replace(desired, owner=self.owner, data=self._data)
+        made = ClusterCheckpoint(desired, self._store.identity, upgrade, drains)
+        if made.with_age(term, number) != self._newest:
+            self._newest = made.with_age(term, number + 1)
         return self._newest
 
     async def save(self, checkpoint: ClusterCheckpoint) -> bool:
@@ -184,7 +153,8 @@ class CheckpointWriter:
                 return False
             if not self._has_taken_over:
                 self._saved = await self._store.take_over(checkpoint)
-                self._newest = msgspec.structs.replace(self._newest, term=self._saved.term)
+                number = self._newest.desired.number
+                self._newest = self._newest.with_age(self._saved.desired.term, number)
                 self._has_taken_over = True
             elif checkpoint != self._saved:
                 await self._store.write(checkpoint)

@@ -27,7 +27,7 @@ from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.scheduling.scheduler import Scheduler
@@ -143,7 +143,7 @@ class ScriptedCluster:
     def tell(self, lost: list[EngineId] | None = None) -> None:
         """Publishes a view with the reports of all engines to the ingress."""
         reports = [self._report(rank) for rank in sorted(self.cores)]
-        self._on_view(ClusterView(self.roster, reports), lost or [])
+        self._on_view(ClusterView(self.roster, ClusterReports(engines=reports)), lost or [])
 
     def _report(self, rank: int) -> EngineReport:
         """Returns the report that an engine's loop would make."""

@@ -106,11 +106,9 @@ def test_reports_and_loads_belong_to_the_roster_that_is_known() -> None:
         take(ClusterView(roster(3, 0, 1)))
         take(EngineLoads(3, [EngineLoad(1, running=2)]))
         assert ingress.loads == [[EngineLoad(1, running=2)]]
-        take(ClusterReports(3, [EngineReport(0)], state="paused"))
-        assert ingress.views[-1] == (
-            ClusterView(roster(3, 0, 1), [EngineReport(0)], state="paused"),
-            [],
-        )
+        reports = ClusterReports(3, [EngineReport(0)], state="paused")
+        take(reports)
+        assert ingress.views[-1] == (ClusterView(roster(3, 0, 1), reports), [])
         take(EngineLoads(2, [EngineLoad(1, running=5)]))
         take(ClusterReports(2, [EngineReport(0)]))
         take(ClusterView(roster(2, 0)))
@@ -266,9 +264,12 @@ def test_loads_are_the_part_of_a_report_that_is_routed_by() -> None:
 
 def test_a_view_follows_the_loads() -> None:
     """The view includes an engine whose first report has just arrived."""
-    view = ClusterView(roster(1, 0, 1, 2), [EngineReport(1, waves=5), EngineReport(2, running=3)])
+    view = ClusterView(
+        roster(1, 0, 1, 2),
+        ClusterReports(engines=[EngineReport(1, waves=5), EngineReport(2, running=3)]),
+    )
     loads = {0: EngineLoad(0, running=1), 1: EngineLoad(1, waiting=2, steps=9)}
-    assert view.with_loads(loads).reports == [
+    assert view.reports.with_loads(loads).engines == [
         EngineReport(0, running=1),
         EngineReport(1, waiting=2, steps=9, waves=5),
         EngineReport(2, running=3),

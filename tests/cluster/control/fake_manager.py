@@ -31,7 +31,7 @@ from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
 from swell.engine.serving.ready import EngineReady
 
@@ -118,7 +118,9 @@ class FakeCoordinator:
         reports = {rank: EngineReport(rank) for rank in self.roster.ranks} | self.reports
         for rank in reports.keys() - self.unheard:
             reports[rank] = msgspec.structs.replace(reports[rank], roster_epoch=self.roster.epoch)
-        return ClusterView(self.roster, list(reports.values()), state=self.state)
+        return ClusterView(
+            self.roster, ClusterReports(engines=list(reports.values()), state=self.state)
+        )
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
         try:
@@ -499,7 +501,8 @@ class FakeCheckpointStore:
         self.page[0] = note
 
     async def take_over(self, note: ClusterCheckpoint) -> ClusterCheckpoint:
-        taken = msgspec.structs.replace(note, term=max(note.term, self.page[0].term) + 1)
+        term, number = note.desired.age
+        taken = note.with_age(max(term, self.page[0].desired.term) + 1, number)
         await self.write(taken)
         return taken
 

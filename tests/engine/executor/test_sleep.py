@@ -20,7 +20,7 @@ from swell.cluster.local import LLM
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import CacheConfig, Config, ModelConfig
-from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.manager_state import DesiredState, ManagerState, Sleep
 from swell.coordinator.wire import (
     Broken,
     CoordinatorHeartbeat,
@@ -79,7 +79,7 @@ def fall_asleep(inbox: CoordinatorInbox, level: int) -> None:
 
 def want(inbox: CoordinatorInbox, level: int) -> None:
     want.age += 1  # type: ignore[attr-defined]
-    state = ManagerState("m", pause_requested=True, sleep=Sleep(level), term=want.age)  # type: ignore[attr-defined]
+    state = ManagerState(DesiredState("m", pause_requested=True, sleep=Sleep(level), term=want.age))  # type: ignore[attr-defined]
     inbox.inbox.send(inbox.peer, CoordinatorHeartbeat(0, state))
 
 

@@ -454,7 +454,7 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
             assert time.monotonic() < deadline, f"reports stopped: {steps_seen}"
             watcher.send(Subscribe(0))  # a client that is silent for several heartbeats is dropped
             view = watcher.receive(0.1)
-            steps = max((report.steps for report in view.reports), default=0) if view else 0
+            steps = max((report.steps for report in view.reports.engines), default=0) if view else 0
             if steps > steps_seen[-1]:
                 steps_seen.append(steps)
     finally:

@@ -171,7 +171,7 @@ def test_the_names_are_those_of_the_view(tmp_path: Path) -> None:
         assert services.adapters.names == ["own"]
         await cluster.client.post(LOAD, json={"lora_name": "n", "lora_path": made(tmp_path, "a")})
         assert services.adapters.names == ["own", "n"]
-        assert services.llm.view.adapters == cluster.coordinator.view.adapters
+        assert services.llm.view.reports.adapters == cluster.coordinator.view.reports.adapters
 
     play(tmp_path, scene)
 
@@ -218,7 +218,7 @@ def test_wrong_bodies_are_refused_by_name(tmp_path: Path) -> None:
             assert answer.status_code == status, (name, answer.text)
             assert text in answer.json()["error"]["message"], (name, answer.text)
             assert len(answer.content) < 3000, name
-        assert cluster.coordinator.view.adapters == ()
+        assert cluster.coordinator.view.reports.adapters == ()
 
     play(tmp_path, scene)
 

@@ -82,7 +82,7 @@ def test_requests_wait_or_are_refused(folder: Path, refuses: bool) -> None:
             begun = asyncio.create_task(client.post("/v1/completions", json=body([9], 2)))
             await until(lambda: len(engine.arrived) == 1)
             cluster.coordinator.tell(state="paused", sleep=Sleep(2, refuses))
-            await until(lambda: services.llm.view.sleep.level)
+            await until(lambda: services.llm.view.reports.sleep.level)
             ready = await client.get("/ready")
             assert ready.status_code == 503
             assert "asleep, level 2 by an operator" in ready.json()["error"]["message"]
@@ -94,7 +94,7 @@ def test_requests_wait_or_are_refused(folder: Path, refuses: bool) -> None:
             else:
                 await until(lambda: len(engine.arrived) == 1 + len(late))
             cluster.coordinator.tell(state="serving", sleep=Sleep())
-            await until(lambda: not services.llm.view.sleep.level)
+            await until(lambda: not services.llm.view.reports.sleep.level)
             engine.allow()
             assert (await begun).status_code == 200
             found = {answer.status_code for answer in await asyncio.gather(*late)}

@@ -23,7 +23,7 @@ from swell.cluster.client.routing.router import Router
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 
 MANY = 10**9
@@ -31,7 +31,7 @@ ROWS = 8
 
 
 def view(*reports: EngineReport) -> ClusterView:
-    return ClusterView(Roster(), list(reports))
+    return ClusterView(Roster(), ClusterReports(engines=list(reports)))
 
 
 def started(requests: int, tokens: int = 0, rank: int = 0, incarnation: int = 1) -> EngineReport:
@@ -220,7 +220,7 @@ def test_what_comes_takes_free_rows_before_it_waits():
 def joined(router: Router, *reports: EngineReport) -> ClusterView:
     address = ChannelAddress("machine", "ipc://@x", "tcp://127.0.0.1:1")
     members = [Member(report.rank, address, incarnation=7) for report in reports]
-    told = ClusterView(rosters.join(Roster(), members), list(reports))
+    told = ClusterView(rosters.join(Roster(), members), ClusterReports(engines=list(reports)))
     router.update(told)
     return told
 
@@ -236,9 +236,11 @@ def test_what_was_sent_counts_until_reports_tell_of_it():
     second.release()
     assert router.backlog(0) == Backlog(0, 0, 1, 1)
     report = EngineReport(0, 7, waiting=1, waiting_tokens=1, steps=1)
-    router.update(ClusterView(told.roster, [report]))
+    router.update(ClusterView(told.roster, ClusterReports(engines=[report])))
     assert router.backlog(0) == Backlog(1, 1, 1, 1), "it may have been written before"
-    router.update(ClusterView(told.roster, [EngineReport(0, 7, waiting=1, steps=2)]))
+    router.update(
+        ClusterView(told.roster, ClusterReports(engines=[EngineReport(0, 7, waiting=1, steps=2)]))
+    )
     assert router.backlog(0) == Backlog(1, 0, 0, 0)
 
 
@@ -250,7 +252,10 @@ def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
     for progress_counter in range(1, 9):
         router.update(
             ClusterView(
-                told.roster, [EngineReport(0, 7, steps=1, progress_counter=progress_counter)]
+                told.roster,
+                ClusterReports(
+                    engines=[EngineReport(0, 7, steps=1, progress_counter=progress_counter)]
+                ),
             )
         )
     assert router.backlog(0) == Backlog(0, 0, 1, 3)
@@ -268,7 +273,7 @@ def test_engines_tell_what_they_began():
             cluster.step(0, 1.0)
         assert core.scheduler.num_preemptions == 1
         cluster.tell()
-        (report,) = cluster.llm.view.reports
+        (report,) = cluster.llm.view.reports.engines
         assert (report.started_requests, report.started_tokens) == (2, 16)
 
     run(scenario)

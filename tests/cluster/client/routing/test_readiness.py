@@ -16,7 +16,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.routing.readiness import ReadinessTracker
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests
 
@@ -31,7 +31,7 @@ def member(rank: int, state: MemberState = MemberState.ACTIVE, incarnation: int 
 def view(*members: Member, busy: dict[int, int] | None = None, state: str = "serving") -> Any:
     """Returns a view. `busy` maps the rank of each engine with work to its number of steps."""
     reports = [EngineReport(rank, running=1, steps=steps) for rank, steps in (busy or {}).items()]
-    return ClusterView(Roster(1, members), reports, state=state)
+    return ClusterView(Roster(1, members), ClusterReports(engines=reports, state=state))
 
 
 def test_work_without_progress_is_told() -> None:
@@ -134,10 +134,10 @@ def test_the_probe_over_http(folder: Path) -> None:
             await cluster.join(0)
             assert (await probe("/ready")).json()["engines"] == [0]
             cluster.coordinator.tell(state="paused")
-            await until(lambda: cluster.ingress.llm.view.state == "paused")
+            await until(lambda: cluster.ingress.llm.view.reports.state == "paused")
             assert await reason() == "paused by an operator"
             cluster.coordinator.tell(state="serving")
-            await until(lambda: cluster.ingress.llm.view.state == "serving")
+            await until(lambda: cluster.ingress.llm.view.reports.state == "serving")
             cluster.ingress.llm._readiness._limit_s = 0.1
             await until(lambda: cluster.ingress.llm.check_ready().coordinator_silent)
             answer = await probe("/ready")

@@ -18,7 +18,7 @@ from swell.cluster.client.routing.routed_engine import TOKENS_PER_ROW, Route
 from swell.cluster.client.routing.router import SLACK_TOKENS, NoEngine, Router
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 
 BLOCK = 4
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
@@ -28,7 +28,7 @@ def view(*ranks: int, leaving: tuple[int, ...] = (), reports: tuple[EngineReport
     members = [Member(rank, ADDRESS) for rank in ranks]
     members += [Member(rank, ADDRESS, MemberState.LEAVING) for rank in leaving]
     members.sort(key=lambda member: member.rank)
-    return ClusterView(Roster(1, tuple(members)), list(reports))
+    return ClusterView(Roster(1, tuple(members)), ClusterReports(engines=list(reports)))
 
 
 def router_of(*ranks: int, **more: object) -> Router:
@@ -277,7 +277,7 @@ def test_what_others_hold_displaces_what_is_remembered() -> None:
     for conversation in range(4):
         finish(router, conversation)
     assert len(router._engines[0].blocks) == 8
-    router.update(ClusterView(roster, [EngineReport(0, kv_usage=0.7)]))
+    router.update(ClusterView(roster, ClusterReports(engines=[EngineReport(0, kv_usage=0.7)])))
     assert len(router._engines[0].blocks) == 3
 
 
@@ -285,7 +285,11 @@ def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
     router = Router(BLOCK)
     roster = Roster(1, (member(0, num_blocks=100), member(1, num_blocks=100)))
     half = EngineReport(1, running=20, kv_usage=0.5)
-    router.update(ClusterView(roster, [EngineReport(0, running=10, kv_usage=1.0), half]))
+    router.update(
+        ClusterView(
+            roster, ClusterReports(engines=[EngineReport(0, running=10, kv_usage=1.0), half])
+        )
+    )
     tokens = 50 * BLOCK
     engines = router._engines
     assert engines[0].cost(tokens, BLOCK) == 2 * tokens + 10 * TOKENS_PER_ROW
@@ -311,7 +315,11 @@ def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:
     router.update(ClusterView(Roster(1, (member(0, incarnation=1),))))
     old = router.choose("old", prompt(1))
     reborn = Roster(2, (member(0, incarnation=2),))
-    router.update(ClusterView(reborn, [EngineReport(0, incarnation=1, waiting_tokens=900)]))
+    router.update(
+        ClusterView(
+            reborn, ClusterReports(engines=[EngineReport(0, incarnation=1, waiting_tokens=900)])
+        )
+    )
     engine = router._engines[0]
     assert engine.cached_blocks(names_of(prompt(1))) == 0
     assert engine.cost(0, BLOCK) == 0, "neither the dead one's requests nor its last report"
@@ -406,7 +414,11 @@ class Conservation(RuleBasedStateMachine):
             Member(rank, ADDRESS, state, incarnation=self.lives[rank], num_blocks=6)
             for rank, state in sorted(self.states.items())
         ]
-        self.router.update(ClusterView(Roster(1, tuple(members)), list(self.reports.values())))
+        self.router.update(
+            ClusterView(
+                Roster(1, tuple(members)), ClusterReports(engines=list(self.reports.values()))
+            )
+        )
 
     @rule(rank=st.integers(0, 3))
     def an_engine_comes(self, rank: int) -> None:

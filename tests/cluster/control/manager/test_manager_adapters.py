@@ -24,7 +24,7 @@ def test_a_successor_goes_on_with_them(lost: str) -> None:
         harness.manager.adapters.load(ONE, in_place=False)
         await harness.manager.save()
         await harness.settle()
-        assert harness.coordinator.kept.adapters == (ONE,)
+        assert harness.coordinator.kept.desired.adapters == (ONE,)
         await harness.lose_manager()
         if lost == "coordinator too":
             harness.coordinator.restart(0)
@@ -32,11 +32,15 @@ def test_a_successor_goes_on_with_them(lost: str) -> None:
             harness.checkpoints.page[0] = ClusterCheckpoint()
         await harness.start()
         assert harness.manager.adapters.all == (ONE,)
-        assert harness.coordinator.kept.adapters == (ONE,)
+        assert harness.coordinator.kept.desired.adapters == (ONE,)
         harness.manager.adapters.unload("one")
         await harness.manager.save()
         await harness.settle()
-        assert harness.coordinator.kept.adapters == () == harness.checkpoints.page[0].adapters
+        assert (
+            harness.coordinator.kept.desired.adapters
+            == ()
+            == harness.checkpoints.page[0].desired.adapters
+        )
 
     run(scenario)
 
@@ -48,7 +52,7 @@ def test_a_coordinator_that_comes_back_is_told() -> None:
         await harness.settle()
         harness.coordinator.restart(0)
         await harness.settle()
-        assert harness.coordinator.kept.adapters == (ONE,)
+        assert harness.coordinator.kept.desired.adapters == (ONE,)
 
     run(scenario)
 

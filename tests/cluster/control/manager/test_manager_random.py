@@ -115,7 +115,7 @@ def test_what_was_accepted_is_there_in_the_end(seed, caplog) -> None:
         assert len(harness.active) == manager.target, changes.done
         assert set(placement.processes) == placement.groups, changes.done
         assert len(placement.processes) == manager.target, changes.done
-        note = await harness.checkpoints.read()
+        note = (await harness.checkpoints.read()).desired
         assert (note.target, note.pause_requested) == (manager.target, changes.pause_requested)
         if "change failed" not in caplog.text:  # else the change was given up and logged
             assert (manager.phase, manager.target) == ("idle", changes.target), changes.done

@@ -9,6 +9,7 @@ import pytest
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.coordinator.manager_state import DesiredState
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
     FakeCheckpointStore,
@@ -116,14 +117,14 @@ def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
         await harness.start()
         old, engine = harness.manager, harness.placement.alive[0]
         await FakeCheckpointStore("another", harness.checkpoints.page).write(
-            ClusterCheckpoint("other", "another", 1)
+            ClusterCheckpoint(DesiredState("other", 1), "another")
         )
         harness.placement.kill_engine(0)
         await asyncio.sleep(100)
         assert harness.placement.ranks_of_event("start") == [[0]]
         await old.stop()
         assert ("close", []) not in harness.placement.events
-        assert (await harness.checkpoints.read()).owner == "other"
+        assert (await harness.checkpoints.read()).desired.owner == "other"
         await harness.placement.end(engine)
 
     run(scenario)

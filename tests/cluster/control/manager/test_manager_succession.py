@@ -11,7 +11,7 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.coordinator import roster
-from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.manager_state import DesiredState, ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
@@ -256,11 +256,11 @@ def test_sleep_outlives_the_manager_and_a_pause_wakes_nobody(keeps_checkpoint: b
         await harness.lose_manager()
         await harness.start()
         await harness.settle()
-        kept = harness.coordinator.kept
+        kept = harness.coordinator.kept.desired
         assert kept.pause_requested and kept.sleep == Sleep(2, refuses=True)
         await harness.manager.resume()
         await harness.settle()
-        kept = harness.coordinator.kept
+        kept = harness.coordinator.kept.desired
         assert not kept.pause_requested and kept.sleep == Sleep()
 
     run(scenario)
@@ -302,7 +302,7 @@ def test_a_checkpoint_that_cannot_be_read_stops_nothing() -> None:
         assert harness.active == [0, 1]
         harness.checkpoints.away = False
         await harness.manager.save()
-        assert harness.checkpoints.page[0].target == 2
+        assert harness.checkpoints.page[0].desired.target == 2
 
     run(scenario)
 
@@ -370,7 +370,7 @@ def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
         harness.coordinator.restart(0)
         await asyncio.sleep(10)
         assert harness.coordinator.state == "paused"
-        assert harness.coordinator.kept.owner != ""
+        assert harness.coordinator.kept.desired.owner != ""
 
     run(scenario)
 
@@ -383,7 +383,9 @@ def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_want
         await harness.start()
         newest = harness.coordinator.kept
         harness.coordinator.restart(0)
-        harness.coordinator.kept = ManagerState("earlier", target=3, term=newest.term - 1)
+        harness.coordinator.kept = ManagerState(
+            DesiredState("earlier", target=3, term=newest.desired.term - 1)
+        )
         await asyncio.sleep(10)
         assert harness.coordinator.kept.manager_id == newest.manager_id
         await harness.manager.scale(2)

@@ -18,6 +18,7 @@ from swell.cluster.control.plan import control_state
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import EngineStatus, FleetView, Intent, Place
 from swell.configs.schema import Config, load
+from swell.coordinator.manager_state import DesiredState
 
 _REST_MOVES = 60
 
@@ -123,9 +124,9 @@ class Model:
 
     @staticmethod
     def _checkpoint(state: Any) -> ClusterCheckpoint:
-        return ClusterCheckpoint(
-            "owner", "identity", state.change.target, state.pause_requested, state.has_served, 1
-        )
+        change, paused, served = state.change, state.pause_requested, state.has_served
+        desired = DesiredState("owner", change.target, paused, served, data=1)
+        return ClusterCheckpoint(desired, "identity")
 
     # ------------------------------------------------------------------ required moves
 

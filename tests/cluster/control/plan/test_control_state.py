@@ -100,11 +100,11 @@ RULES = {
     ),
     "a pause outlives its manager": Rule(
         "a manager that is replaced",
-        "checkpoint.pause_requested if checkpoint.target else is_paused",
+        "desired.pause_requested if desired.target else is_paused",
         "False",
     ),
     "a target outlives its manager": Rule(
-        "a manager that is replaced", "checkpoint.target or state.change.target",
+        "a manager that is replaced", "desired.target or state.change.target",
         "state.change.target",
     ),
 }  # fmt: skip

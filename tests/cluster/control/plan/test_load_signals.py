@@ -10,11 +10,11 @@ import pytest
 from swell.cluster.client.metrics import FIRST_TOKEN_BOUNDS_S
 from swell.cluster.control.plan.load_signals import Load, LoadSeries, quantile
 from swell.coordinator.roster import Roster
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 
 
 def view(*reports: EngineReport) -> ClusterView:
-    return ClusterView(Roster(), list(reports))
+    return ClusterView(Roster(), ClusterReports(engines=list(reports)))
 
 
 def counts(*times_s: float) -> list[float]:

@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-import msgspec
 import pytest
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
-from swell.coordinator.manager_state import ManagerState
+from swell.coordinator.manager_state import DesiredState
 from swell.coordinator.transport.runtime import ThreadRuntime
 from tests.cluster.control.ray.fake_ray import FakeRay
 
@@ -42,7 +41,9 @@ def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:
-    return await manager.save(manager.make(target, False, True, UpgradeRecord(), ()))
+    return await manager.save(
+        manager.make(DesiredState(target=target, served=True), UpgradeRecord(), ())
+    )
 
 
 async def newest(ray: FakeRay) -> ClusterCheckpoint:
@@ -63,13 +64,18 @@ def run() -> Callable[[Scenario], None]:
 def test_the_manager_that_took_over_last_leads(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
-        assert (await first.load_previous(ManagerState())).target == 0 and await first.is_leader()
+        assert (
+            await first.load_previous(DesiredState())
+        ).desired.target == 0 and await first.is_leader()
         assert await save(first, 2) and await save(first, 3)
-        assert (await second.load_previous(ManagerState())).target == 3
+        assert (await second.load_previous(DesiredState())).desired.target == 3
         assert await save(second, 4)
         assert await second.is_leader() and not await first.is_leader()
         assert not await save(first, 5)
-        assert ((await newest(ray)).target, (await newest(ray)).owner) == (4, second.owner)
+        assert ((await newest(ray)).desired.target, (await newest(ray)).desired.owner) == (
+            4,
+            second.owner,
+        )
         assert len(await ray.kv_keys(b"swell-app:")) == 1, "nothing of the first is left"
 
     run(scenario)
@@ -85,7 +91,7 @@ def test_a_write_of_an_earlier_manager_that_arrives_late_changes_nothing(run) ->
         await save(second, 5)
         ray.arrive.set()
         await late
-        assert (await newest(ray)).target == 5
+        assert (await newest(ray)).desired.target == 5
         assert await second.is_leader() and not await first.is_leader()
 
     run(scenario)
@@ -97,19 +103,7 @@ def test_managers_that_take_over_at_once_have_one_leader(run) -> None:
         await asyncio.gather(*(save(manager, n) for n, manager in enumerate(managers, 1)))
         leads = [await manager.is_leader() for manager in managers]
         assert leads.count(True) == 1
-        assert (await newest(ray)).target == leads.index(True) + 1
-
-    run(scenario)
-
-
-def test_a_checkpoint_of_an_earlier_version_is_read_until_there_is_another(run) -> None:
-    async def scenario(ray: SlowRay) -> None:
-        earlier = ClusterCheckpoint("owner", IDENTITY, 3, data=1)
-        ray.kv[b"swell-app:note"] = msgspec.msgpack.encode(earlier)
-        manager = writer(ray)
-        assert await manager.load_previous(ManagerState()) == earlier
-        await save(manager, 4)
-        assert (await newest(ray)).target == 4
+        assert (await newest(ray)).desired.target == leads.index(True) + 1
 
     run(scenario)
 
@@ -118,8 +112,8 @@ def test_applications_are_apart_and_are_forgotten_whole(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         manager, other = writer(ray), CheckpointStore("swell-app-2", IDENTITY, ray)
         await save(manager, 2)
-        await other.take_over(ClusterCheckpoint(target=7))
+        await other.take_over(ClusterCheckpoint(DesiredState(target=7)))
         await manager.clear()
-        assert await newest(ray) == ClusterCheckpoint() and (await other.read()).target == 7
+        assert await newest(ray) == ClusterCheckpoint() and (await other.read()).desired.target == 7
 
     run(scenario)
