@@ -11,7 +11,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
     "make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 CONFORMANCE := .venv-judges
 
-.PHONY: setup demo test test-fast test-random simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-slow test-random simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -32,16 +32,20 @@ demo: setup
 PROCESSES ?= 3
 SHARED = -n $(PROCESSES) --max-worker-restart 0
 test: setup lint typecheck
-	$(BIN)/python -m pytest $(SHARED) -m "not gpu"
+	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow_variants"
+
+# The full grids, of which `make test` runs a part that has all pairs.
+test-slow: setup
+	$(BIN)/python -m pytest $(SHARED) -m "slow_variants and not gpu"
 
 test-fast: setup
-	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow"
+	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow and not slow_variants"
 
 # Property tests with new examples in each of so many runs; all other targets try the same examples every time.
 RUNS ?= 5
 test-random: setup
 	for run in $$(seq $(RUNS)); do \
-	  $(BIN)/python -m pytest -m "hypothesis and not gpu" --hypothesis-profile random || exit 1; done
+	  $(BIN)/python -m pytest -m "hypothesis and not gpu and not slow_variants" --hypothesis-profile random || exit 1; done
 
 # The whole control plane on a virtual clock, with random faults: 10 000 new seeds each day, in two processes of some
 # two to three minutes. A seed that breaks a law: python -m tests.simulator --one SEED --shrink
@@ -65,7 +69,7 @@ ENGINES = tests/engine/outputs/test_token_exact.py tests/engine/outputs/test_fea
   tests/worker/step/test_prompt_embeds.py tests/worker/memory/test_offload_store.py tests/cluster/test_local_weights.py
 test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
-	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) tests/gpu $(ENGINES)
+	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) -m "not slow_variants" tests/gpu $(ENGINES)
 
 # Conformance: third-party clients and checkers. Some ten minutes, and half a gigabyte of packages.
 judges: setup $(CONFORMANCE)/.installed

@@ -22,7 +22,10 @@ def run_range(first: int, count: int) -> list[Verdict]:
     return [judge(draw(seed, tuple(FAULTS))) for seed in range(first, first + count)]
 
 
-@pytest.mark.parametrize("first", range(0, 500, 100))
+@pytest.mark.parametrize(
+    "first",
+    [0, 100, *(pytest.param(first, marks=pytest.mark.slow_variants) for first in (200, 300, 400))],
+)
 def test_random_faults_break_no_law(first: int) -> None:
     """To debug a seed that breaks a law: `python -m tests.simulator --one SEED --shrink`."""
     gc.disable()

@@ -1,6 +1,9 @@
 """Every feature of a completion has the same result over every way to stream, split, schedule,
 cache, interrupt and move the work.
 
+A site answers every feature in one kind of output. The kind rotates over features and sites, so
+that all pairs of axis, feature and kind occur. `make test-slow` runs every feature in every kind.
+
 The oracle is an engine that runs the same request by itself, one step at a time (`Plain`). Ids,
 text, ranks, counts and reasons are compared exactly. On a CPU log probabilities are compared bit
 for bit, also those of nano-moe, whose experts compute another number of rows in each batch. The
@@ -13,6 +16,7 @@ the draws of these tests does (fixed seeds, derandomized examples).
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -239,13 +243,18 @@ SITES = {
     **{name: (NANO, axis) for name, axis in AXES.items()},
     **{f"experts, {name}": (NANO_MOE, AXES[name]) for name in EXPERT_AXES},
 }
+KINDS = tuple(RequestOutputKind)
+EXAMPLES, SHARES = 32, 8
+"""The number of examples of features together, and of the shares into which they are split. A site
+runs one share; in `make test-slow` it runs all."""
 
 
 class Site:
-    """Engines of a model that run along an axis."""
+    """Engines of a model that run along an axis. `number`: the number of the site, which decides
+    its kinds of output and its examples; None: the site runs all."""
 
-    def __init__(self, model: str, axis: Axis) -> None:
-        self.model, self.axis = model, axis
+    def __init__(self, model: str, axis: Axis, number: int | None) -> None:
+        self.model, self.axis, self._number = model, axis, number
         overrides = {"drafts__method": "ngram"} if axis.drafts else {}
         self.engines: list[LLM] = []
         if not axis.is_handed_over:
@@ -280,8 +289,10 @@ class Site:
 
     @cached_property
     def features(self) -> dict[str, dict[RequestOutputKind, Answer]]:
-        """Returns the answers of every feature in every output kind, all in one batch."""
-        requested = [(name, kind) for name in FEATURES for kind in RequestOutputKind]
+        """Returns the answers of every feature in its output kinds, all in one batch."""
+        requested = [
+            (name, kind) for at, name in enumerate(FEATURES) for kind in self._kinds_of(at)
+        ]
         crowd = [(FEATURES[name], kind) for name, kind in requested]
         if self.axis.is_warm:
             self.answer(crowd)
@@ -290,10 +301,20 @@ class Site:
         for (name, kind), answer in zip(requested, self.answer(crowd), strict=True):
             answers.setdefault(name, {})[kind] = answer
         if self.axis.is_warm:
-            assert self.num_hit_tokens - found_tokens > 1000
+            assert self.num_hit_tokens - found_tokens > 10 * len(requested)
         depth = self.axis.overrides.get("scheduler__steps_in_flight")
         assert depth is None or {max(depths) for depths in self.depths} == {depth}
         return answers
+
+    def _kinds_of(self, feature: int) -> Sequence[RequestOutputKind]:
+        if self._number is None:
+            return KINDS
+        return [KINDS[(self._number + feature) % len(KINDS)]]
+
+    def runs(self, requested: Sequence[tuple[RequestSpec, RequestOutputKind]]) -> bool:
+        """Whether this example belongs to the share of the site."""
+        share = zlib.crc32(b"".join(request_spec.key for request_spec, _ in requested)) % SHARES
+        return self._number is None or share == self._number % SHARES
 
     @property
     def has_drafts(self) -> bool:
@@ -335,9 +356,20 @@ def plain(plains: Plains) -> Plain:
     return plains(NANO, 1)
 
 
-@pytest.fixture(scope="module", params=SITES)
+EVERY_KIND = ", every kind"
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *SITES,
+        *(pytest.param(name + EVERY_KIND, marks=pytest.mark.slow_variants) for name in SITES),
+    ],
+)
 def site(request: pytest.FixtureRequest) -> Iterator[Site]:
-    site = Site(*SITES[request.param])
+    name = request.param.removesuffix(EVERY_KIND)
+    number = None if request.param.endswith(EVERY_KIND) else [*SITES].index(name)
+    site = Site(*SITES[name], number)
     yield site
     site.close()
 
@@ -415,21 +447,21 @@ def test_a_feature_over_an_axis(name: str, site: Site, oracle: Plain) -> None:
         assert_same(answer, want)
     ranked = FEATURES[name].params.best_of is not None
     is_one_by_one = "scheduler__steps_per_plan" not in site.axis.overrides
-    if not site.axis.harness and not site.has_drafts and is_one_by_one and not ranked:
+    streams = DELTA in answers and not site.axis.harness and not site.has_drafts
+    if streams and is_one_by_one and not ranked:
         tokens = sum(part.num_output_tokens for part in want.parts.values())
         assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
 
 
 def test_requests_are_preempted_where_blocks_are_scarce(site: Site) -> None:
-    """Most features are preempted with at least one of the kinds if blocks are scarce; some answers
-    are too short for that."""
+    """Many features are preempted if blocks are scarce; some answers are too short for that."""
     preempted = {
         name
         for name, answers in site.features.items()
         if any(answer.preemptions for answer in answers.values())
     }
     if site.axis.is_scarce:
-        assert len(preempted) > 0.6 * len(FEATURES), preempted
+        assert len(preempted) > 0.4 * len(FEATURES), preempted
     else:
         assert not preempted
 
@@ -438,9 +470,9 @@ def test_drafts_are_accepted_as_often_as_they_are_right(site: Site) -> None:
     assert site.features
     drafter = site.engines[0]._engine.core.scheduler.drafter
     if site.axis.drafts:
-        assert drafter.num_drafts > 1000
-    if "drafts__model" in site.axis.overrides:
         assert drafter.num_drafts > 300
+    if "drafts__model" in site.axis.overrides:
+        assert drafter.num_drafts > 100
     share = drafter.num_accepted / max(1, drafter.num_drafts)
     low, high = {"right": (0.9, 1.0), "wrong": (0.0, 0.0), "mixed": (0.3, 0.9)}.get(
         site.axis.drafts, (0.0, 1.0)
@@ -448,7 +480,7 @@ def test_drafts_are_accepted_as_often_as_they_are_right(site: Site) -> None:
     assert low <= share <= high
 
 
-@settings(STEADY, max_examples=8)
+@settings(STEADY, max_examples=EXAMPLES)
 @given(
     requested=st.lists(
         st.tuples(request_specs(), st.sampled_from(RequestOutputKind)), min_size=1, max_size=4
@@ -457,6 +489,8 @@ def test_drafts_are_accepted_as_often_as_they_are_right(site: Site) -> None:
 def test_features_together_over_an_axis(
     requested: list[tuple[RequestSpec, RequestOutputKind]], site: Site, oracle: Plain
 ) -> None:
+    if not site.runs(requested):
+        return
     assume(DEVICE == "cpu" or all(oracle(request_spec).is_firm for request_spec, _ in requested))
     for (request_spec, _), answer in zip(requested, site.answer(requested), strict=True):
         assert_same(answer, oracle(request_spec))
