@@ -194,8 +194,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, workers, marks=[pytest.mark.slow_variants] if (at + workers) % 2 else [])
+        for at, name in enumerate(BAD)
+        for workers in (1, 2)
+    ],
+)
 def test_weights_that_cannot_be_used_change_nothing(
     old: Path, new: Path, tmp_path: Path, expected: dict[str, Any], name: str, workers: int
 ) -> None:

@@ -1,5 +1,5 @@
-"""The simulator finds each planted bug at a known seed. `python -m tests.simulator.hunt` searches for
-the first seed of each."""
+"""The simulator finds each planted bug at a known seed. `python -m tests.simulator.hunt` searches
+for the first seed of each."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,18 @@ def make(folder: Path, method: str, model: str, **options: Any) -> str:
     return str(folder)
 
 
+@cache
+def plain_head(folder: str, model: str) -> PlainHead:
+    """Returns the head of a folder on a model. No test may change the folders: tests of the same
+    head share it, and so its guesses."""
+    return PlainHead(folder, model)
+
+
 class PlainHead:
-    """Computes one row without a cache, in float32."""
+    """Computes one row without a KV cache, in float32."""
 
     def __init__(self, folder: str, model: str) -> None:
+        self._guesses: dict[tuple[int, ...], list[int]] = {}
         self._weights = load_file(str(Path(folder, "model.safetensors")))
         self._config = json.loads(Path(folder, "config.json").read_text())
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -88,10 +97,16 @@ class PlainHead:
         self._embed = self._weights.get("embed_tokens.weight", embed)
         self._head = self._weights.get("lm_head.weight", head)
 
-    @torch.no_grad()
     def guess(self, tokens: list[int], count: int) -> list[int]:
-        """Returns `count` draft tokens for a row. The head reads the model's hidden states of all
-        tokens except the last."""
+        """Returns `count` draft tokens for a row. Each row is computed once."""
+        row = tuple(tokens)
+        if len(self._guesses.get(row, ())) < count:
+            self._guesses[row] = self._compute(tokens, count)
+        return self._guesses[row][:count]
+
+    @torch.no_grad()
+    def _compute(self, tokens: list[int], count: int) -> list[int]:
+        """The head reads the model's hidden states of all tokens except the last."""
         features = self._features(tokens[:-1])
         known, guesses = tokens[1:], []
         for _ in range(count):

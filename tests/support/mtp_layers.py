@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,19 @@ def _shorten(path: Path) -> None:
     path.write_text(json.dumps(config))
 
 
+@cache
+def plain_layer(folder: str) -> PlainLayer:
+    """Returns the layer of a folder. No test may change the folder: tests of the same layer share
+    it, and so its guesses."""
+    return PlainLayer(folder)
+
+
 class PlainLayer:
-    """Computes one row without a cache, in float32."""
+    """Computes one row without a KV cache, in float32."""
 
     def __init__(self, folder: str, model: str = "") -> None:
         """`model` computes the hidden states, if it is not the one in `folder`."""
+        self._guesses: dict[tuple[int, ...], list[int]] = {}
         self._model = _whole(model or folder)
         carrier = _whole(folder)
         carrier._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"^mtp\."]
@@ -143,10 +152,16 @@ class PlainLayer:
         if model:
             self._mtp.tie_with_main_model(self._model)
 
-    @torch.no_grad()
     def guess(self, tokens: list[int], count: int) -> list[int]:
-        """Returns `count` draft tokens for a row. The layer reads the model's hidden states of all
-        tokens except the last."""
+        """Returns `count` draft tokens for a row. Each row is computed once."""
+        row = tuple(tokens)
+        if len(self._guesses.get(row, ())) < count:
+            self._guesses[row] = self._compute(tokens, count)
+        return self._guesses[row][:count]
+
+    @torch.no_grad()
+    def _compute(self, tokens: list[int], count: int) -> list[int]:
+        """The layer reads the model's hidden states of all tokens except the last."""
         out = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         features = out.hidden_states[-1]
         known, guesses = tokens[1:], []

@@ -17,7 +17,7 @@ from swell.configs.section import ConfigError
 from swell.engine.request import RequestStatus
 from tests.engine.drafts.test_draft_model import DRAWN, GREEDY, answers, drafter_of
 from tests.engine.engine_harness import NANO, engine
-from tests.support.eagle_heads import PlainHead, make
+from tests.support.eagle_heads import PlainHead, make, plain_head
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -155,7 +155,7 @@ def test_guesses_are_those_of_the_head(name: str, head: Any, wanted: dict[str, l
         guesses = Guesses(llm)
         assert answers(llm) == wanted["greedy"]
         assert answers(llm, DRAWN) == wanted["drawn"]
-    guesses.assert_those_of(PlainHead(path, NANO), 40)
+    guesses.assert_those_of(plain_head(path, NANO), 40)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3 that knows some tokens"])
@@ -169,7 +169,7 @@ def test_guesses_are_the_same_on_every_way(
         assert answers(llm) == wanted["greedy"]
         assert answers(llm, DRAWN) == wanted["drawn"]
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
-    guesses.assert_those_of(PlainHead(path, NANO), 25)
+    guesses.assert_those_of(plain_head(path, NANO), 25)
 
 
 @pytest.mark.parametrize("name", ["eagle3 that reads other layers", "eagle3"])
@@ -180,14 +180,14 @@ def test_each_stage_hands_on_what_its_layers_have_read(
     with drafting(head(name), "eagle3", **split) as llm:
         guesses = Guesses(llm)
         assert answers(llm) == wanted["greedy"]
-    guesses.assert_those_of(PlainHead(head(name), NANO), 20)
+    guesses.assert_those_of(plain_head(head(name), NANO), 20)
 
 
 def test_eagle_needs_only_the_last_states(head: Any, wanted: dict[str, list[Any]]) -> None:
     with drafting(head("eagle"), "eagle", model__backend="transformers") as llm:
         guesses = Guesses(llm)
         assert answers(llm) == wanted["greedy"]
-    guesses.assert_those_of(PlainHead(head("eagle"), NANO), 20)
+    guesses.assert_those_of(plain_head(head("eagle"), NANO), 20)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -199,7 +199,7 @@ def test_a_model_with_experts(method: str, tmp_path: Path) -> None:
     with engine(MOE, cache__prefix_caching=False, **changes) as llm:
         guesses = Guesses(llm)
         assert answers(llm) == expected
-    guesses.assert_those_of(PlainHead(path, MOE), 20)
+    guesses.assert_those_of(plain_head(path, MOE), 20)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
@@ -250,7 +250,7 @@ def spoil(folder: str, change: Any) -> None:
 def test_it_sleeps_with_the_engine(level: int, name: str, head: Any) -> None:
     with drafting(head(name), name) as llm:
         guesses = answer_around_a_sleep(llm, level)
-    guesses.assert_those_of(PlainHead(head(name), NANO), 40)
+    guesses.assert_those_of(plain_head(head(name), NANO), 40)
 
 
 def test_what_it_takes_from_the_model_follows_new_weights(head: Any, tmp_path: Path) -> None:

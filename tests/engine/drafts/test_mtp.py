@@ -28,7 +28,7 @@ from tests.engine.drafts.test_eagle import (
 from tests.engine.engine_harness import NANO, engine
 from tests.support.eagle_heads import PlainHead
 from tests.support.eagle_heads import make as make_head
-from tests.support.mtp_layers import TYPES, PlainLayer, make
+from tests.support.mtp_layers import TYPES, PlainLayer, make, plain_layer
 from tests.worker import tiny_models
 
 pytestmark = [
@@ -79,7 +79,7 @@ def test_guesses_are_those_of_transformers(name: str, served: Any, wanted: Any) 
     with drafting(served(name)) as llm:
         guesses = Guesses(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
-    guesses.assert_those_of(PlainLayer(served(name)), 40)
+    guesses.assert_those_of(plain_layer(served(name)), 40)
 
 
 WAYS_OF = {
@@ -100,14 +100,14 @@ def test_guesses_are_the_same_on_every_way(name: str, way: str, served: Any, wan
         guesses = Guesses(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
-    guesses.assert_those_of(PlainLayer(served(name)), 25)
+    guesses.assert_those_of(plain_layer(served(name)), 25)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_with_the_engine(level: int, served: Any) -> None:
     with drafting(served("llama")) as llm:
         guesses = answer_around_a_sleep(llm, level)
-    guesses.assert_those_of(PlainLayer(served("llama")), 40)
+    guesses.assert_those_of(plain_layer(served("llama")), 40)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -207,7 +207,7 @@ def test_a_norm_behind_the_layer_may_be_called_otherwise(
     with drafting(str(folder)) as llm:
         guesses = Guesses(llm)
         assert answers(llm) == wanted("llama")[0]
-    guesses.assert_those_of(PlainLayer(served("llama")), 20)
+    guesses.assert_those_of(plain_layer(served("llama")), 20)
 
 
 def test_its_experts_are_found(served: Any) -> None:
