@@ -89,8 +89,8 @@ class AdapterAdmission:
         if adapter is None or adapter.name in self._of_config or self._takes_others:
             return None
         return (
-            f"adapter {shown(adapter.name)}: this engine takes none; set lora.enabled, or name it "
-            "in lora.adapters"
+            f"adapter {shown(adapter.name)}: this engine does not support adapters; set "
+            "lora.enabled=true, or add the adapter to lora.adapters"
         )
 
     def hold(self, request: EngineCoreRequest, client: bytes, now: float) -> bool:

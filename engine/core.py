@@ -285,9 +285,12 @@ class EngineCore:
         if refusal := _refusal_of(regrouped):
             refused, self._weights = self._weights, self._proven_weights
             if failure := _refusal_of(self._regroup(groups)):
-                raise ExecutorError(f"{refusal}; and those before cannot be read again: {failure}")
+                raise ExecutorError(
+                    f"{refusal}; and the previous weights cannot be loaded again: {failure}"
+                )
             raise ValueError(
-                f"{refusal}; the weights of {refused.path} are not used, but those before"
+                f"{refusal}; the weights of {refused.path} are not used; the engine keeps the "
+                "previous ones"
             )
         if not self.sleep_level:
             self._proven_weights = self._weights

@@ -30,6 +30,7 @@ MESSAGES_CHECKED = (
     "cluster/api",
     "configs",
     "coordinator",
+    "engine",
     "kernels",
     "package",
 )

@@ -118,7 +118,7 @@ class Executor(ABC):
 
     def load_adapter(self, command: LoadAdapter) -> None:
         """Lets every worker load an adapter, in parallel with the following steps."""
-        raise ExecutorError("this executor loads no adapters")
+        raise ExecutorError("this executor cannot load adapters")
 
     def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
         """Waits up to `wait_s` and returns adapters that all workers have loaded, or that a worker
@@ -177,7 +177,7 @@ def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimi
     capacity_tokens = num_blocks * config.cache.block_tokens
     if config.model.max_model_len is not None and capacity_tokens < wanted:
         raise ConfigError(
-            f"model.max_model_len={wanted} does not fit into the KV cache, which holds "
+            f"model.max_model_len={wanted} does not fit into the KV cache, which has room for "
             f"{capacity_tokens} tokens in {num_blocks} blocks; raise cache.memory_bytes (or "
             "cache.memory_fraction) or lower model.max_model_len"
         )

@@ -17,7 +17,10 @@ from swell.worker.wire import AdapterLoaded, LoadAdapter
 def late_reason(adapter: Adapter, limit_s: float) -> str:
     """Returns why requests fail if their adapter is not loaded in time."""
     name = shown(adapter.name)
-    return f"adapter {name}: it was not loaded within {limit_s:g} s; its folder may hang"
+    return (
+        f"adapter {name}: the adapter was not loaded within {limit_s:g} s; reading "
+        "its folder may hang"
+    )
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class InlineExecutor(Executor):
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         if self._broken:
-            raise GroupBroken("the step was planned before its groups had failed")
+            raise GroupBroken("the step was planned before its groups failed")
         return InlineOutput(self, self.guard(self._worker.execute_model, plan))
 
     def load_adapter(self, command: LoadAdapter) -> None:
@@ -126,7 +126,7 @@ class InlineExecutor(Executor):
         """Calls the worker. After a group failure it can form a new group; after any other failure
         it cannot be used."""
         if self._failure is not None:
-            raise ExecutorError(f"the worker failed before: {self._failure}")
+            raise ExecutorError(f"the worker has already failed: {self._failure}")
         try:
             return call(*args)
         except self._group_error as error:

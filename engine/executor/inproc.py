@@ -114,9 +114,9 @@ class WorkerThread:
             method, args, future = call
             try:
                 if failure is not None:
-                    raise ExecutorError(f"worker {rank} failed before: {failure}")
+                    raise ExecutorError(f"worker {rank} has already failed: {failure}")
                 if broken and method == "execute_model":
-                    raise GroupError("the step was planned before its groups had failed")
+                    raise GroupError("the step was planned before its groups failed")
                 if self._worker is None:
                     self._worker = Worker(
                         config,

@@ -331,7 +331,7 @@ class RayExecutor(Executor):
         self._repaired_at = [at for at in self._repaired_at if now - at < REPAIRS_PERIOD_S]
         if len(self._repaired_at) >= MAX_REPAIRS:
             raise ExecutorError(
-                f"workers were lost more than {MAX_REPAIRS} times in {REPAIRS_PERIOD_S:g} s"
+                f"workers failed more than {MAX_REPAIRS} times in {REPAIRS_PERIOD_S:g} s"
             )
         self._repaired_at.append(now)
         lost, self._lost = sorted(self._lost), {}
@@ -369,7 +369,9 @@ class RayExecutor(Executor):
             try:
                 kill_process(worker.pid, worker.node)
             except ray.exceptions.RayError as error:
-                self._log.warning("worker not ended yet", rank=worker.rank, error=first_line(error))
+                self._log.warning(
+                    "worker has not terminated yet", rank=worker.rank, error=first_line(error)
+                )
         ray.kill(worker.actor)
 
     # ---------------------------------------------------------------- the channel

@@ -99,7 +99,7 @@ class WorkerMonitor:
 
     def _silent(self) -> dict[int, str]:
         silent = self._monitor.silent_s(self._limit_s)
-        return dict.fromkeys(silent, f"said nothing for {self._limit_s:g} s")
+        return dict.fromkeys(silent, f"sent no heartbeat for {self._limit_s:g} s")
 
     def _not_left_groups(self) -> dict[int, str]:
         if self._forming is None:
@@ -118,7 +118,7 @@ class WorkerMonitor:
         if len(self._monitor.without_progress_s(limit_s, self._step_since)) < len(self._groups):
             return {}
         behind = min(self._groups, key=lambda rank: (self._progress_since_formed(rank), rank))
-        return {behind: f"is stuck: no layer was computed for {limit_s:g} s"}
+        return {behind: f"is stuck: it computed no layer for {limit_s:g} s"}
 
     def _progress_since_formed(self, rank: int) -> int:
         progress: int = self._monitor.counter(rank) - self._groups[rank].first_progress

@@ -51,7 +51,7 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Holds `count` blocks with undefined content and returns them. The caller has checked
         `num_free`."""
-        assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} free"
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         blocks = []
         for _ in range(count):
             block, _none = (self._free or self._kept).popitem(last=False)

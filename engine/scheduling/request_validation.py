@@ -53,9 +53,9 @@ def wrong_kind(
     """Returns why a model cannot run the request at all, or None. `samples`: whether the model
     samples tokens. `records_experts`: whether it records which experts computed them."""
     if samples and request.sampler.pooling is not None:
-        return "pooling: the model samples tokens, and pools nothing"
+        return "pooling: the model generates text, so it cannot pool"
     if not samples and request.sampler.pooling is None:
-        return "pooling is missing: the model samples no tokens"
+        return "pooling is missing: the model only pools, so it cannot generate text"
     if request.sampler.routed_experts and not records_experts:
         return "routed_experts=True needs model.routed_experts=true"
     return None
@@ -81,7 +81,7 @@ def _invalid_reasons(
 def _counts(request: EngineCoreRequest, max_model_len: int) -> Iterator[str]:
     prompt = len(request.prompt_token_ids)
     if not prompt:
-        yield "the prompt holds no tokens"
+        yield "the prompt has no tokens"
     if prompt + request.max_tokens > max_model_len:
         yield (
             f"{prompt} prompt tokens and max_tokens={request.max_tokens} "
@@ -103,7 +103,7 @@ def _pooling(request: EngineCoreRequest) -> Iterator[str]:
     params = request.sampler.pooling
     if params is not None:
         if request.output_token_ids:
-            yield "output_token_ids: a request that is pooled has no outputs"
+            yield "output_token_ids: a pooling request has no output tokens"
         yield from _range("dimensions", params.dimensions, 0, INT64 - 1)
         yield from _range("segment_start", params.segment_start, 0, len(request.prompt_token_ids))
 
@@ -114,11 +114,11 @@ def _handover(request: EngineCoreRequest) -> Iterator[str]:
         if (value := getattr(request, name)) and not HANDOVER_NAME.fullmatch(value):
             yield f"{name}={shown(value)} must have 32 hexadecimal digits"
     if (request.hand_over or request.handed_over) and request.output_token_ids:
-        yield "output_token_ids: what is handed over is a prompt alone"
+        yield "output_token_ids: a request with hand_over has only a prompt"
     if request.hand_over and request.max_tokens != 1:
-        yield f"max_tokens={request.max_tokens} must be 1 with hand_over"
+        yield f"max_tokens={request.max_tokens} must be 1 for a request with hand_over"
     if request.hand_over and request.handed_over:
-        yield "hand_over: it was handed over before"
+        yield "hand_over: the request was already handed over"
 
 
 def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:
@@ -128,21 +128,24 @@ def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:
     if embeds is None:
         return
     if embeds.first:
-        yield f"prompt_embeds begins at token {embeds.first}; a request has all of them"
+        yield (
+            f"prompt_embeds begins at token {embeds.first}; a request needs the embeddings of its "
+            "whole prompt"
+        )
     if embeds.width < 1 or len(embeds.data) != prompt * embeds.row_bytes:
         yield (
             f"prompt_embeds holds {len(embeds.data)} bytes; {prompt} embeddings of {embeds.width} "
             f"numbers in {embeds.dtype} have {prompt * embeds.row_bytes}"
         )
     if any(request.prompt_token_ids):
-        yield "prompt_token_ids: a prompt of embeddings has the token 0 at each position"
+        yield "prompt_token_ids: with prompt_embeds, each prompt token must be 0"
     if request.cache_salt is None:
-        yield "cache_salt is missing: it tells the KV of prompt_embeds from that of tokens"
+        yield "cache_salt is missing: it keeps the KV of prompt_embeds apart from that of tokens"
 
 
 def _adapter(request: EngineCoreRequest) -> Iterator[str]:
     if request.adapter is not None and request.cache_salt is None:
-        yield "cache_salt is missing: it tells the KV of an adapter from that of the model"
+        yield "cache_salt is missing: it keeps the KV of an adapter apart from that of the model"
 
 
 def _texts(request: EngineCoreRequest) -> Iterator[str]:
@@ -155,16 +158,17 @@ def _texts(request: EngineCoreRequest) -> Iterator[str]:
         texts |= {f"adapter.{name}": getattr(request.adapter, name) for name in _OF_ADAPTER}
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
-            yield f"{name} has {len(text)} characters; at most {MAX_TEXT_CHARS} are taken"
+            yield f"{name} has {len(text)} characters; the limit is {MAX_TEXT_CHARS}"
         if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-            yield f"{name} holds a lone surrogate, which is no text"
+            yield f"{name} contains a lone surrogate, which is not valid Unicode"
     headers = request.trace_headers or {}
     if len(headers) > MAX_HEADERS:
-        yield f"trace_headers holds {len(headers)} headers; at most {MAX_HEADERS} are taken"
+        yield f"trace_headers has {len(headers)} headers; the limit is {MAX_HEADERS}"
     longest = max((len(name) + len(text) for name, text in headers.items()), default=0)
     if longest > MAX_HEADER_CHARS:
         yield (
-            f"trace_headers holds one of {longest} characters; at most {MAX_HEADER_CHARS} are taken"
+            f"trace_headers has a name or value of {longest} characters; the limit is "
+            f"{MAX_HEADER_CHARS}"
         )
 
 
@@ -180,7 +184,7 @@ def _numbers(sampler: SamplerParams) -> Iterator[str]:
     yield from _range("logprobs", sampler.logprobs or 0, 0, MAX_LOGPROBS)
     if sampler.grammar is not None and len(sampler.grammar.lark) > MAX_GRAMMAR_CHARS:
         chars = len(sampler.grammar.lark)
-        yield f"grammar has {chars} characters; at most {MAX_GRAMMAR_CHARS} are taken"
+        yield f"grammar has {chars} characters; the limit is {MAX_GRAMMAR_CHARS}"
 
 
 def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[str]:
@@ -191,8 +195,8 @@ def _prompt_logprobs(request: EngineCoreRequest, vocab_size: int) -> Iterator[st
     num_logprobs = top * len(request.prompt_token_ids)
     if top > MAX_LOGPROBS and num_logprobs > MAX_PROMPT_LOGPROBS:
         yield (
-            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens "
-            f"are {num_logprobs}; at most {MAX_PROMPT_LOGPROBS} are returned"
+            f"prompt_logprobs={top} of {len(request.prompt_token_ids)} prompt tokens would return "
+            f"{num_logprobs} log probabilities; the limit is {MAX_PROMPT_LOGPROBS}"
         )
 
 
@@ -210,29 +214,29 @@ def _tokens(sampler: SamplerParams, vocab_size: int) -> Iterator[str]:
         yield from _finite(f"logit_bias[{token}]", amount, -LARGEST, LARGEST)
     for index, word in enumerate(words):
         if not word:
-            yield f"bad_words[{index}] holds no tokens"
+            yield f"bad_words[{index}] has no tokens"
         yield from _out_of_vocabulary(f"bad_words[{index}]", word, vocab_size)
     count = sum(map(len, words))
     if count > MAX_BAD_WORD_TOKENS:
-        yield f"bad_words holds {count} tokens; at most {MAX_BAD_WORD_TOKENS} are taken"
+        yield f"bad_words has {count} tokens; the limit is {MAX_BAD_WORD_TOKENS}"
 
 
 def _out_of_vocabulary(name: str, token_ids: Collection[int], vocab_size: int) -> Iterator[str]:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         token = next(token for token in token_ids if not 0 <= token < vocab_size)
-        yield f"{name}: token {token} lies outside of the vocabulary, 0 .. {vocab_size - 1}"
+        yield f"{name}: token {token} is outside the vocabulary, 0 .. {vocab_size - 1}"
 
 
 def _too_long(name: str, given: Collection[object], limit: int) -> Iterator[str]:
     if len(given) > limit:
-        yield f"{name} holds {len(given)} elements; at most {limit} are taken"
+        yield f"{name} has {len(given)} elements; the limit is {limit}"
 
 
 def _range(name: str, value: int, low: int, high: int) -> Iterator[str]:
     if not low <= value <= high:
-        yield f"{name}={value} lies outside of {low} .. {high}"
+        yield f"{name}={value} is outside {low} .. {high}"
 
 
 def _finite(name: str, value: float, low: float, high: float) -> Iterator[str]:
     if not (isfinite(value) and low <= value <= high):
-        yield f"{name}={value} lies outside of {low:g} .. {high:g}"
+        yield f"{name}={value} is outside {low:g} .. {high:g}"

@@ -42,7 +42,7 @@ from swell.worker.sampler_wire import Extra
 from swell.worker.wire import ModelRunnerOutput, NewBlocks
 
 NANS_IN_LOGITS = (
-    "the model's logits for this request are no numbers (NaN or infinity), so no token can be drawn"
+    "the model's logits for this request are NaN or infinite, so no token can be sampled"
 )
 _NO_EXTRAS: list[Extra] = []
 _NO_TOKENS: list[int] = []
@@ -313,7 +313,9 @@ class Scheduler:
     ) -> dict[bytes, list[EngineCoreOutput]]:
         """Processes the result of a step; returns outputs for each ingress."""
         plan = step.plan
-        assert output.step == plan.step, f"step {output.step} answers {plan.step}"
+        assert output.step == plan.step, (
+            f"received the output of step {output.step}, expected that of step {plan.step}"
+        )
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         sampled = iter(output.sampled_token_ids)
         failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
@@ -365,7 +367,9 @@ class Scheduler:
     def _on_passes(self, request: Request, are_all: bool) -> None:
         """Handles passes that were read. If some were not computed, the request has finished, and
         its last token was not computed."""
-        assert are_all or request.status is RequestStatus.FINISHED, "the workers ended it alone"
+        assert are_all or request.status is RequestStatus.FINISHED, (
+            "the workers ended the request by themselves"
+        )
         if not are_all and request.slot >= 0:
             request.computed = len(request.token_ids) - 1
         self._name_blocks(request)
@@ -393,7 +397,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every block and slot is free."""
-        assert not self.requests, f"{len(self.requests)} requests are here"
+        assert not self.requests, f"{len(self.requests)} requests are not finished"
         assert not self.running
         assert len(self._free_slots) == self.config.max_rows, "slots leaked"
         self.kv.check_idle()

@@ -67,7 +67,7 @@ class EngineActor:
         """
         with self._loading:
             if self._ended.is_set():
-                raise RuntimeError(f"engine {self._rank} has ended: {self._end}")
+                raise RuntimeError(f"engine {self._rank} has terminated: {self._end}")
             if self._server is None:
                 self._load(placement_group)
             elif version != self._version:
@@ -120,9 +120,9 @@ class EngineActor:
         server.stop(keeps_core=True)
         self._thread.join(self._config.cluster.stall_timeout_s)
         if self._thread.is_alive():
-            raise RuntimeError("its last step did not end within cluster.stall_timeout_s")
+            raise RuntimeError("its last step did not finish within cluster.stall_timeout_s")
         if self._ended.is_set():
-            raise RuntimeError(f"it has ended: {self._end}")
+            raise RuntimeError(f"it has terminated: {self._end}")
 
     def _serve(self, core: EngineCore) -> None:
         cluster, host = self._config.cluster, self._host

@@ -224,7 +224,7 @@ class EngineServer:
         for client in self._client_tracker.drop_silent():
             dropped = self.core.abort_client(client)
             if dropped:
-                self._log.warning("client is silent", requests=len(dropped))
+                self._log.warning("client sends no heartbeats", requests=len(dropped))
                 aborted = [
                     EngineCoreOutput(r.request_id, [], FinishReason.ABORT, attempt=r.attempt)
                     for r in dropped
@@ -239,7 +239,7 @@ class EngineServer:
         try:
             self.core.check_idle()
         except AssertionError as leak:
-            self._log.error("idle, but not everything is free", leak=str(leak))
+            self._log.error("the engine is idle, but resources are still in use", leak=str(leak))
 
     def _send(self, client: bytes, outputs: list[EngineCoreOutput]) -> None:
         seq = self._client_tracker.next_seq(client)
@@ -327,11 +327,11 @@ class EngineServer:
         if self._is_waking:
             self._is_waking, self.core.sleep_level = False, 0
             self._repair_unreported = True
-            self._send_to_coordinator(member.broken("it wakes up", repairing=True))
+            self._send_to_coordinator(member.broken("engine wakes up", repairing=True))
             await self._form_again(wakes=True)
             return True
         if level > self.core.sleep_level and member.phase is Phase.PAUSED and not member.lockstep:
-            self._log.info("falls asleep", level=level)
+            self._log.info("engine falls asleep", level=level)
             await self._runtime.run(self.core.set_sleep, level)
             return True
         return False
@@ -340,7 +340,7 @@ class EngineServer:
         """Replaces lost workers, and forms the engine's own groups again; an engine that shares
         experts waits for the coordinator's next epoch."""
         lost = isinstance(failure, WorkerLost)
-        self._log.warning("groups broke", reason=str(failure), workers_lost=lost)
+        self._log.warning("groups failed", reason=str(failure), workers_lost=lost)
         member = self.core.wave_member
         self._resets += 1
         self.core.sleep_level = 0
@@ -365,7 +365,7 @@ class EngineServer:
             self._repair_unreported = False
             self.repairs += 1  # not earlier: to the coordinator a greater number means `Repaired`
             self.core.num_wakes += wakes
-            self._log.info("serves again", repairs=self.repairs)
+            self._log.info("engine serves again", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
 
     def _send_failed(self) -> None:

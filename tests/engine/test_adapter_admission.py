@@ -164,7 +164,7 @@ def test_a_load_has_a_deadline() -> None:
     assert engine.admission.expire(LOAD_TIMEOUT_S - 1) == []
     (failed,) = engine.admission.expire(LOAD_TIMEOUT_S)
     assert failed.held.request.request_id == "a1"
-    assert "adapter 'a': it was not loaded within 120 s" in failed.reason
+    assert "adapter 'a': the adapter was not loaded within 120 s" in failed.reason
     assert engine.load("a") == [], "an answer that comes late"
     assert engine.admission.num_held == 0
 

@@ -236,7 +236,7 @@ def test_a_worker_thread_that_fails_to_leave_its_groups_answers(
     wanted = GroupBroken if isinstance(raised, GroupError) else type(raised)
     with pytest.raises(wanted):
         thread.call("execute_model").result(SOON_S)
-    with pytest.raises(ExecutorError, match="failed before"):
+    with pytest.raises(ExecutorError, match="has already failed"):
         thread.call("regroup").result(SOON_S)
     thread.request_stop()
     thread.join()

@@ -154,7 +154,7 @@ def test_a_failure_outside_of_collectives_ends_the_engine(core, monkeypatch):
     monkeypatch.setattr(swell.worker.worker.Worker, "execute_model", fail)
     with pytest.raises(OSError, match="out of luck"):
         answers(core)
-    with pytest.raises(ExecutorError, match="failed before") as raised:
+    with pytest.raises(ExecutorError, match="has already failed") as raised:
         regroup(core)
     assert not isinstance(raised.value, GroupBroken)
 

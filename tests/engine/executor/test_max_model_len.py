@@ -40,8 +40,9 @@ def test_more_than_the_cache_holds_is_refused_if_it_was_asked_for() -> None:
     with pytest.raises(ConfigError) as caught:
         engine(cache__memory_bytes=10 * BLOCK_BYTES, model__max_model_len=161)
     assert str(caught.value) == (
-        "model.max_model_len=161 does not fit into the KV cache, which holds 160 tokens in 10 "
-        "blocks; raise cache.memory_bytes (or cache.memory_fraction) or lower model.max_model_len"
+        "model.max_model_len=161 does not fit into the KV cache, which has room for 160 "
+        "tokens in 10 blocks; raise cache.memory_bytes (or cache.memory_fraction) or lower "
+        "model.max_model_len"
     )
     with engine(cache__memory_bytes=10 * BLOCK_BYTES, model__max_model_len=160) as llm:
         assert llm._engine.limits.max_model_len == 160

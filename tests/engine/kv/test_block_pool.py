@@ -36,7 +36,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     def allocate(self, count: int) -> None:
         waiting = self.free + self.kept
         if count > len(waiting):
-            with pytest.raises(AssertionError, match=f"{count} blocks wanted"):
+            with pytest.raises(AssertionError, match=f"{count} blocks requested"):
                 self.pool.allocate(count)
             return
         expected = waiting[:count]

@@ -110,11 +110,11 @@ def test_a_loss_of_workers_counts_against_the_request():
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"max_tokens": 1}, "max_tokens=1 lies outside of 0 .. 0"),
-        ({"output_token_ids": [3]}, "a request that is pooled has no outputs"),
+        ({"max_tokens": 1}, "max_tokens=1 is outside 0 .. 0"),
+        ({"output_token_ids": [3]}, "a pooling request has no output tokens"),
         ({"sampler": SamplerParams(pooling=PoolingParams(dimensions=-1))}, "dimensions=-1"),
         ({"sampler": SamplerParams(pooling=PoolingParams(segment_start=3))}, "segment_start=3"),
-        ({"sampler": SamplerParams()}, "max_tokens=0 lies outside of 1 .. 64"),
+        ({"sampler": SamplerParams()}, "max_tokens=0 is outside 1 .. 64"),
     ],
 )
 def test_what_is_refused(changed, reason):
@@ -126,5 +126,5 @@ def test_what_is_refused(changed, reason):
 def test_a_model_samples_or_pools():
     samples = EngineCoreRequest("a", [1], SamplerParams(), 1)
     assert wrong_kind(samples, samples=True) is wrong_kind(request("a", 1), samples=False) is None
-    assert "pools nothing" in str(wrong_kind(request("a", 1), samples=True))
-    assert "samples no tokens" in str(wrong_kind(samples, samples=False))
+    assert "cannot pool" in str(wrong_kind(request("a", 1), samples=True))
+    assert "cannot generate text" in str(wrong_kind(samples, samples=False))

@@ -129,7 +129,7 @@ def test_a_server_that_cannot_be_made_ends_the_process(
     with pytest.raises(OSError, match="no port is free"):
         shell.start(None, with_weights(shell, folder), "2-b")
     assert ended.wait(SOON_S)
-    with pytest.raises(RuntimeError, match="has ended"):
+    with pytest.raises(RuntimeError, match="has terminated"):
         shell.start(None, with_weights(shell, folder), "2-b")
     core.shutdown()
 
@@ -167,10 +167,10 @@ def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
     shell._config = msgspec.structs.replace(shell._config, cluster=cluster)
     server._waker.wake()
     assert hangs.wait(SOON_S)
-    with pytest.raises(RuntimeError, match="did not end within cluster"):
+    with pytest.raises(RuntimeError, match="did not finish within cluster"):
         shell.start(None, with_weights(shell, tmp_path), "2-b")
     assert ended.wait(SOON_S) and shell.ended(0.0) is not None
-    with pytest.raises(RuntimeError, match="has ended: RuntimeError: its last step"):
+    with pytest.raises(RuntimeError, match="has terminated: RuntimeError: its last step"):
         shell.start(None, with_weights(shell, tmp_path), "2-b")
     ends_now.set()
     shell._thread.join(SOON_S)

@@ -283,7 +283,7 @@ def test_a_duplicate_id_is_refused_and_the_first_request_continues(engine) -> No
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
-        (request("bad", []), "holds no tokens"),
+        (request("bad", []), "has no tokens"),
         (request("bad", [1], max_tokens=3 * LONG), f"maximum context length of {2 * LONG}"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
 
-WHY = "the model's logits for this request are no numbers"
+WHY = "the model's logits for this request are NaN or infinite"
 ERRORS = 'swell_request_success_total{finished_reason="error"}'
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60}
 
