@@ -12,23 +12,22 @@ from __future__ import annotations
 from urllib.parse import unquote
 
 import msgspec
-from starlette.datastructures import Headers
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import request_response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.bodies.http_errors import HTTPError
-from swell.cluster.api.routing import route_path, with_error_handling
-from swell.cluster.text.params.sampling_params import shown
+from swell.cluster.api.routing import route_path
 from swell.configs.schema import ServeConfig
 
 _ALL = "*"
-_METHODS = "GET, POST, DELETE, OPTIONS"
-_HEADERS = ("authorization", "content-type", "x-api-key", "x-request-id", "x-request-timeout-s")
+_METHODS = ("GET", "POST", "DELETE", "OPTIONS")
 _EXPOSED = (
-    "x-request-id, request-id, x-swell-engine, x-swell-version, x-swell-warning, retry-after, "
-    "idempotent-replayed"
+    "x-request-id",
+    "request-id",
+    "x-swell-engine",
+    "x-swell-version",
+    "x-swell-warning",
+    "retry-after",
+    "idempotent-replayed",
 )
 _CLOSED = ("/admin/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/")
 """The paths of operators."""
@@ -47,29 +46,24 @@ class CorsRules(msgspec.Struct, frozen=True):
     def of(config: ServeConfig) -> CorsRules:
         return CorsRules(frozenset(one.lower().rstrip("/") for one in config.cors_origins))
 
-    def allows(self, origin: str | None) -> bool:
-        return _ALL in self.origins or (origin or "").lower() in self.origins
-
-    def headers(self, path: str, origin: str | None) -> Pairs:
-        """Returns the CORS headers of an answer at `path` for a page of `origin`; None: the origin
-        is unknown."""
+    def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
+        """Returns the headers of an answer that the connection sends itself, for the part of a
+        request that has arrived: it may be empty."""
+        path = unquote(url.partition(b"?")[0].decode("latin-1"))
         if not self.origins or is_closed(path):
             return []
-        pairs: Pairs = []
-        if _ALL not in self.origins:
-            pairs.append((b"vary", b"Origin"))
-        if self.allows(origin):
-            named = _ALL if _ALL in self.origins else origin or ""
-            pairs.append((b"access-control-allow-origin", named.encode("latin-1")))
-            pairs.append((b"access-control-expose-headers", _EXPOSED.encode()))
-        return pairs
-
-    def headers_at(self, url: bytes, sent: Pairs) -> Pairs:
-        """Returns the CORS headers for the part of a request that has arrived, which may be
-        empty."""
-        path = unquote(url.partition(b"?")[0].decode("latin-1"))
-        origins = [value.decode("latin-1") for name, value in sent if name == b"origin"]
-        return self.headers(path, origins[0] if origins else None)
+        origin = next((value for name, value in sent if name == b"origin"), b"")
+        pairs = [(b"vary", b"Origin")]
+        if _ALL in self.origins:
+            origin = _ALL.encode()
+        elif origin.decode("latin-1").lower() not in self.origins:
+            return pairs
+        exposed = ", ".join(_EXPOSED).encode()
+        return [
+            *pairs,
+            (b"access-control-allow-origin", origin),
+            (b"access-control-expose-headers", exposed),
+        ]
 
 
 def is_closed(path: str) -> bool:
@@ -79,53 +73,20 @@ def is_closed(path: str) -> bool:
 
 
 class Cors:
-    """ASGI middleware that adds CORS headers to every answer and answers preflights."""
+    """ASGI middleware: Starlette's CORS middleware around every path outside the admin API."""
 
     def __init__(self, app: ASGIApp, rules: CorsRules) -> None:
         self._app = app
-        self._rules = rules
-        self._preflight = request_response(with_error_handling(self._answer_preflight))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_off = scope["type"] != "http" or not self._rules.origins
-        if is_off or is_closed(route_path(scope)):
-            await self._app(scope, receive, send)
-            return
-        headers = Headers(scope=scope)
-        added = self._rules.headers(route_path(scope), headers.get("origin"))
-
-        async def send_readable(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), *added]}
-            await send(message)
-
-        app = self._preflight if _is_preflight(scope, headers) else self._app
-        await app(scope, receive, send_readable)
-
-    async def _answer_preflight(self, request: Request) -> Response:
-        origin = request.headers["origin"]
-        if not self._rules.allows(origin):
-            raise HTTPError(
-                403,
-                f"pages of {shown(origin)} may not use this server; add the origin to "
-                "serve.cors_origins",
-                "origin_not_allowed",
-            )
-        wanted = request.headers.get("access-control-request-headers", "").lower().split(",")
-        names = dict.fromkeys([*_HEADERS, *filter(None, (name.strip() for name in wanted))])
-        return Response(
-            status_code=204,
-            headers={
-                "access-control-allow-methods": _METHODS,
-                "access-control-allow-headers": ", ".join(names),
-                "access-control-max-age": str(_MAX_AGE_S),
-            },
+        self._is_off = not rules.origins
+        self._readable = CORSMiddleware(
+            app,
+            allow_origins=rules.origins,
+            allow_methods=_METHODS,
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+            max_age=_MAX_AGE_S,
         )
 
-
-def _is_preflight(scope: Scope, headers: Headers) -> bool:
-    return (
-        scope["method"] == "OPTIONS"
-        and "origin" in headers
-        and "access-control-request-method" in headers
-    )
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_unreadable = self._is_off or is_closed(route_path(scope))
+        await (self._app if is_unreadable else self._readable)(scope, receive, send)

@@ -91,13 +91,13 @@ def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -
         assert one.status_code == 200, one.text
         assert one.headers[ALLOWED] == origin
         assert {"x-swell-engine", "x-swell-warning"} <= set(one.headers[EXPOSED].split(", "))
-        assert one.headers.get("vary") == (None if origin == "*" else "Origin")
+        assert one.headers["vary"] == "Origin"
     response = {"access-control-request-headers": "x-stainless-os, authorization"}
     for one in answers(folder, *(preflight(path, PAGE, **response) for path in ROUTES), **settings):
-        assert one.status_code == 204 and not one.content
+        assert one.status_code == 200
         assert one.headers[ALLOWED] == origin
         taken = set(one.headers["access-control-allow-headers"].split(", "))
-        assert {"authorization", "content-type", "x-api-key", "x-stainless-os"} <= taken
+        assert {"x-stainless-os", "authorization"} <= taken
         assert {"GET", "POST", "DELETE"} <= set(
             one.headers["access-control-allow-methods"].split(", ")
         )
@@ -127,10 +127,10 @@ def test_other_origins_are_not_allowed(folder: Path) -> None:
         ("GET", "/v1/models", {}, b""),
         **ON,
     )
-    assert [one.status_code for one in got] == [403, 403, 403, 200, 200]
-    assert "serve.cors_origins" in got[0].json()["error"]["message"]
-    assert not any(cors_headers(one) for one in got)
-    assert all(one.headers["vary"] == "Origin" for one in got)
+    assert [one.status_code for one in got] == [400, 400, 400, 200, 200]
+    assert got[0].text == "Disallowed CORS origin"
+    assert not any(ALLOWED in one.headers for one in got)
+    assert all("Origin" in one.headers["vary"] for one in got)
 
 
 def test_refusals_are_readable_too(folder: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_preflight_needs_no_key(folder: Path) -> None:
     keys.write_text("k\n")
     settings = {**ON, "serve.api_keys_file": str(keys)}
     (got,) = answers(folder, preflight("/v1/chat/completions", PAGE), **settings)
-    assert got.status_code == 204
+    assert got.status_code == 200
 
 
 def test_a_full_cluster_and_event_streams(folder: Path) -> None:
