@@ -61,10 +61,6 @@ def test_lengths_of_functions_are_counted() -> None:
 
 
 WIDE_SIGNATURES = {
-    "cluster/client/engine_core_client.py": {
-        "ConnectEngines.__call__",
-        "AsyncEngineCoreClient.__init__",
-    },
     "cluster/client/requests/output_processor.py": {"OutputProcessor.add_request"},
     "cluster/client/requests/request_state.py": {"RequestState.__init__"},
     "cluster/control/cluster_status.py": {"describe"},

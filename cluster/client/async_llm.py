@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_connection import EngineId, EngineListener
 from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.request_placer import RequestPlacer
@@ -36,7 +36,7 @@ _STALE_VIEW_HEARTBEATS = 5
 """Number of heartbeats without a view after which its reports are too old for admission."""
 
 
-class AsyncLLM:
+class AsyncLLM(EngineListener):
     """Serves requests on all engines: the caller sees neither which engine answers nor that an
     engine left (see `RequestPlacer`).
 
@@ -80,20 +80,14 @@ class AsyncLLM:
             stream_interval=config.serve.stream_interval,
             stats=metrics,
             clock=clock,
-            on_error=self._log_error,
+            log=self._log,
         )
         self._client = connect(
             self.client_index,
+            self,
+            metrics,
             heartbeat_s=config.cluster.heartbeat_s,
             silence_s=config.cluster.stall_timeout_s,
-            on_view=self._on_view,
-            on_loads=self._on_loads,
-            on_outputs=self._on_outputs,
-            on_messages_lost=self._on_messages_lost,
-            on_unreachable=self._on_unreachable,
-            engines_in_use=self._engines_in_use,
-            versions_in_use=self._versions_in_use,
-            metrics=metrics,
         )
         self._calls = EngineCalls(self._client, clock)
         self._placer = RequestPlacer(
@@ -246,7 +240,9 @@ class AsyncLLM:
         self._fail(None, EngineGone("the ingress is shutting down"))
         self._client.close()
 
-    def _on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
+    # ---------------------------------------------------------------- the connections
+
+    def on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
         is_new = view.roster != self._view.roster or not self.has_seen_engine
         self._view, self._loads = view, {}
         self._view_at_s = self._clock()
@@ -261,27 +257,21 @@ class AsyncLLM:
             self._first_engine.set()
         self._placer.on_view(view, lost)
 
-    def _on_loads(self, loads: Sequence[EngineLoad]) -> None:
+    def on_loads(self, loads: Sequence[EngineLoad]) -> None:
         self._view_at_s = self._clock()
         self._loads.update({load.rank: load for load in loads})
         self._placer.on_loads(loads)
 
-    def _engines_in_use(self) -> frozenset[EngineId]:
+    def engines_in_use(self) -> frozenset[EngineId]:
         states = self._processor.request_states.values()
         return frozenset(state.engine for state in states if state.engine is not None)
 
-    def _versions_in_use(self) -> list[str]:
+    def versions_in_use(self) -> list[str]:
         states = self._processor.request_states.values()
         versions = {state.answer_version.required for state in states}
         return sorted(version for version in versions if version)
 
-    def _log_error(self, state: RequestState) -> None:
-        """Logs the external id, by which `/admin/requests/ID` finds the request while the ingress
-        remembers it."""
-        reason = " ".join(str(state.stop_reason).split())
-        self._log.warning("request failed", id=state.external_id, reason=reason, ranks=state.ranks)
-
-    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+    def on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.utility_output is not None:
             self._calls.on_answer(message.utility_output)
         if message.started:
@@ -297,10 +287,10 @@ class AsyncLLM:
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)
         self._placer.continue_elsewhere(result.prefilled)
 
-    def _on_messages_lost(self, engine: EngineId) -> None:
+    def on_messages_lost(self, engine: EngineId) -> None:
         self._placer.migrate_all(engine, MigrationReason.MESSAGES_LOST)
 
-    def _on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
+    def on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
         self._readiness.set_unreachable(engines)
         self._placer.set_unreachable(frozenset(engines))
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple, Protocol
 
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import AsyncOutlet, ChannelKeys
 from swell.coordinator.transport.runtime import Runtime
+from swell.coordinator.wire import ClusterView, EngineLoad
 from swell.engine.wire import (
     EngineAnswer,
     EngineCoreOutputs,
@@ -33,8 +34,33 @@ class EngineId(NamedTuple):
         return cls(member.rank, member.incarnation)
 
 
-OnOutputs = Callable[[EngineCoreOutputs], None]
-OnMessagesLost = Callable[[EngineId], None]
+class EngineListener(Protocol):
+    """Receives what the connections of an ingress learn, and tells them which engines and versions
+    it uses. `AsyncLLM` implements it. All methods are called in the event loop, one at a time."""
+
+    def on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
+        """Receives each view of the coordinator, with the engines that have left since the last
+        one. No message of these arrives afterwards."""
+
+    def on_loads(self, loads: Sequence[EngineLoad]) -> None:
+        """Receives loads that changed after the newest view, of engines of that view."""
+
+    def on_outputs(self, message: EngineCoreOutputs) -> None:
+        """Receives each message of an engine. A message for which this raises counts as lost."""
+
+    def on_messages_lost(self, engine: EngineId) -> None:
+        """Is called when messages to or from an engine were lost. The engine has dropped the
+        requests of this ingress, or does so as soon as it can be reached."""
+
+    def on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
+        """Receives all engines that this ingress cannot use, with the reasons, whenever they
+        change."""
+
+    def engines_in_use(self) -> Set[EngineId]:
+        """Returns the engines that run requests of this ingress."""
+
+    def versions_in_use(self) -> list[str]:
+        """Returns the versions that the running answers of this ingress require."""
 
 
 class EngineConnection:
@@ -54,15 +80,13 @@ class EngineConnection:
         runtime: Runtime,
         member: Member,
         keys: ChannelKeys,
-        on_outputs: OnOutputs,
-        on_messages_lost: OnMessagesLost,
+        listener: EngineListener,
     ) -> None:
         self._runtime = runtime
         self._engine = EngineId.of(member)
         self._address = member.address
         self._keys = keys
-        self._on_outputs = on_outputs
-        self._on_messages_lost = on_messages_lost
+        self._listener = listener
         self._replaced: list[bytes] = []
         """Identities of lost connections, until the engine is known to have read them."""
         self._reached_at = runtime.now()
@@ -126,7 +150,7 @@ class EngineConnection:
                 return
             self._last_seq = message.seq
         try:
-            self._on_outputs(message)
+            self._listener.on_outputs(message)
         except Exception as error:  # handled like a lost message
             self._log.exception("outputs not handled", error)
             self._replace("outputs were not handled")
@@ -137,4 +161,4 @@ class EngineConnection:
         self._outlet.close()
         self._open()
         self.send(ReplaceClient(list(self._replaced)))
-        self._on_messages_lost(self._engine)
+        self._listener.on_messages_lost(self._engine)

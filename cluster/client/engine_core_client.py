@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
 
-from swell.cluster.client.engine_connection import (
-    EngineConnection,
-    EngineId,
-    OnMessagesLost,
-    OnOutputs,
-)
+from swell.cluster.client.engine_connection import EngineConnection, EngineId, EngineListener
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import exit_on_error_async
 from swell.coordinator.roster import Roster
@@ -30,7 +25,6 @@ from swell.coordinator.wire import (
     ClusterReports,
     ClusterView,
     Counts,
-    EngineLoad,
     IngressMessage,
     OtherIngressCounts,
     Publication,
@@ -53,13 +47,6 @@ _WAITS = "waits for the coordinator, which is silent"
 _NO_ANSWER = "does not answer this ingress, and the coordinator is silent"
 
 
-OnView = Callable[[ClusterView, list[EngineId]], None]
-OnLoads = Callable[[list[EngineLoad]], None]
-EnginesInUse = Callable[[], Set[EngineId]]
-OnUnreachable = Callable[[Mapping[EngineId, str]], None]
-VersionsInUse = Callable[[], list[str]]
-
-
 class EngineCoreClient(Protocol):
     """The connections of an ingress to the engines."""
 
@@ -78,47 +65,30 @@ class MetricsExchange(Protocol):
 
 
 class ConnectEngines(Protocol):
-    """Opens the connections; `AsyncEngineCoreClient` describes the callbacks."""
+    """Opens the connections of the ingress with this `client_index`."""
 
     def __call__(
         self,
         client_index: int,
+        listener: EngineListener,
+        metrics: MetricsExchange,
         *,
         heartbeat_s: float,
         silence_s: float,
-        on_view: OnView,
-        on_loads: OnLoads,
-        on_outputs: OnOutputs,
-        on_messages_lost: OnMessagesLost,
-        on_unreachable: OnUnreachable,
-        engines_in_use: EnginesInUse,
-        versions_in_use: VersionsInUse,
-        metrics: MetricsExchange,
     ) -> EngineCoreClient: ...
 
 
 class AsyncEngineCoreClient:
     """Follows the roster: connects to engines that join and disconnects from those that leave.
 
-    The callbacks run in the event loop, one at a time:
-
-    - `on_view`: each view of the coordinator, with the engines that have left. No message of
-      these arrives afterwards.
-    - `on_loads`: loads that changed after the newest view, of engines of that view.
-    - `on_outputs`: each message of an engine.
-    - `on_messages_lost`: messages to or from an engine were lost. The engine has dropped the
-      requests of this ingress, or does so as soon as it can be reached.
-    - `on_unreachable`: all engines that this ingress cannot use, with the reasons, whenever they
-      change.
-
     An engine is unreachable if this ingress has not reached it for `silence_s`, or if it reports
     that it waits for a silent coordinator. While the coordinator reports, it detects engines that
     make no progress; while it is silent, engines that do not answer count as unreachable.
 
     Every `heartbeat_s` this client sends the coordinator the newest epoch that it has seen, the
-    counters of this ingress and the versions that its running answers require (`versions_in_use`).
-    Each engine that runs requests of this ingress (`engines_in_use`) gets a keep-alive; other
-    engines get one before they would forget the ingress. The coordinator answers with the counters
+    counters of this ingress and the versions that its running answers require. Each engine that
+    runs requests of this ingress gets a keep-alive; other engines get one before they would forget
+    the ingress. The coordinator answers with the counters
     of all other ingresses (`metrics`). A coordinator that restarted at its address learns from the
     same message who subscribes, and from which epoch to continue. Messages about an older epoch are
     dropped. At the first message about a newer epoch whose view is missing, the view is requested.
@@ -130,17 +100,11 @@ class AsyncEngineCoreClient:
         coordinator: ChannelAddress,
         keys: ChannelKeys,
         client_index: int,
+        listener: EngineListener,
+        metrics: MetricsExchange,
         *,
         heartbeat_s: float,
         silence_s: float,
-        on_view: OnView,
-        on_loads: OnLoads,
-        on_outputs: OnOutputs,
-        on_messages_lost: OnMessagesLost,
-        on_unreachable: OnUnreachable,
-        engines_in_use: EnginesInUse,
-        versions_in_use: VersionsInUse,
-        metrics: MetricsExchange,
         runtime: Runtime = THREADS,
         find: FindCoordinator = find_nothing,
     ) -> None:
@@ -150,12 +114,7 @@ class AsyncEngineCoreClient:
         self._finder = CoordinatorFinder(runtime, find, silence_s)
         self._client_index = client_index
         self._heartbeat_s = heartbeat_s
-        self._on_view, self._on_loads = on_view, on_loads
-        self._on_outputs = on_outputs
-        self._on_messages_lost = on_messages_lost
-        self._on_unreachable = on_unreachable
-        self._engines_in_use = engines_in_use
-        self._versions_in_use = versions_in_use
+        self._listener = listener
         self._metrics = metrics
         self._silence_s = silence_s
         self._idle_s = silence_s / _IDLE_KEEP_ALIVES
@@ -168,7 +127,7 @@ class AsyncEngineCoreClient:
         """The newest epoch for which the view was requested."""
         self._outlet = self._connect()
         self._lost: list[EngineId] = []
-        """Engines that have left and were not yet passed to `on_view`."""
+        """Engines that have left and were not yet passed to the listener."""
         self._failed_views = 0
         self._log = StructuredLogger("cluster.link")
         self._heartbeat_task = asyncio.create_task(
@@ -196,7 +155,7 @@ class AsyncEngineCoreClient:
         while True:
             self._follow_coordinator()
             counts = self._metrics.counts()
-            versions = self._versions_in_use()
+            versions = self._listener.versions_in_use()
             self._outlet.send(Subscribe(self._client_index, self._roster.epoch, counts, versions))
             self._check_engines()
             await asyncio.sleep(self._heartbeat_s)
@@ -210,7 +169,8 @@ class AsyncEngineCoreClient:
         self._outlet = self._connect()
 
     def _check_engines(self) -> None:
-        now, closely = self._runtime.now(), self._engines_in_use() | self._unreachable.keys()
+        now = self._runtime.now()
+        closely = self._listener.engines_in_use() | self._unreachable.keys()
         unreachable = {}
         for engine, connection in self._connections.items():
             unreached_s = connection.check(now, 0.0 if engine in closely else self._idle_s)
@@ -219,7 +179,7 @@ class AsyncEngineCoreClient:
                 unreachable[engine] = reason
         if unreachable != self._unreachable:
             self._unreachable = unreachable
-            self._on_unreachable(unreachable)
+            self._listener.on_unreachable(unreachable)
 
     def _fault(self, engine: EngineId) -> str | None:
         """Returns why a connected engine cannot be used, or None. An engine that did not answer
@@ -260,7 +220,7 @@ class AsyncEngineCoreClient:
         elif isinstance(message, ClusterReports):
             self._apply_view(ClusterView(self._roster, message))
         else:
-            self._on_loads(message.loads)
+            self._listener.on_loads(message.loads)
 
     def _request_view(self, epoch: int) -> None:
         """Requests a view whose message was lost: immediately, then with each heartbeat."""
@@ -269,12 +229,12 @@ class AsyncEngineCoreClient:
             self._outlet.send(Subscribe(self._client_index, self._roster.epoch))
 
     def _apply_view(self, view: ClusterView) -> None:
-        self._on_view(view, list(self._lost))
+        self._listener.on_view(view, list(self._lost))
         self._lost.clear()
         self._failed_views = 0
 
     def _apply_roster(self, roster: Roster) -> None:
-        """Connects and disconnects engines; the caller calls `on_view` next. If this fails, the
+        """Connects and disconnects engines; the caller passes the view on next. If this fails, the
         coordinator sends the view again."""
         members = {EngineId.of(member): member for member in roster.members}
         for engine in [engine for engine in self._connections if engine not in members]:
@@ -283,7 +243,7 @@ class AsyncEngineCoreClient:
         for engine, member in members.items():
             if engine not in self._connections:
                 self._connections[engine] = EngineConnection(
-                    self._runtime, member, self._keys, self._on_outputs, self._on_messages_lost
+                    self._runtime, member, self._keys, self._listener
                 )
         self._roster = roster
 

@@ -20,15 +20,8 @@ import uvloop
 
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
-from swell.cluster.client.engine_core_client import (
-    EnginesInUse,
-    MetricsExchange,
-    OnLoads,
-    OnUnreachable,
-    OnView,
-    VersionsInUse,
-)
+from swell.cluster.client.engine_connection import EngineId, EngineListener
+from swell.cluster.client.engine_core_client import MetricsExchange
 from swell.cluster.control.ray.http_port import claim_port
 from swell.configs.runtime.log import configure_logging
 from swell.configs.runtime.process import prepare_for_torch
@@ -47,26 +40,20 @@ _DRAIN_S = 5.0
 
 class BareEngine:
     """One engine on a thread of its own, in place of an ingress's connections. `send` and `close`
-    are called in the event loop, and `on_outputs` runs there."""
+    are called in the event loop, and the listener runs there."""
 
     def __init__(
         self,
         core: EngineCore,
         client_index: int,
+        listener: EngineListener,
+        metrics: MetricsExchange,
         *,
         heartbeat_s: float,
         silence_s: float,
-        on_view: OnView,
-        on_loads: OnLoads,
-        on_outputs: OnOutputs,
-        on_messages_lost: OnMessagesLost,
-        on_unreachable: OnUnreachable,
-        engines_in_use: EnginesInUse,
-        versions_in_use: VersionsInUse,
-        metrics: MetricsExchange,
     ) -> None:
         self._core = core
-        self._on_outputs = on_outputs
+        self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
@@ -78,7 +65,7 @@ class BareEngine:
             vocab_size=limits.vocab_size,
             num_blocks=limits.num_blocks,
         )
-        self._loop.call_soon(on_view, ClusterView(Roster(1, (member,))), [])
+        self._loop.call_soon(listener.on_view, ClusterView(Roster(1, (member,))), [])
         self._thread = threading.Thread(target=self._run, name="bare-engine")
         self._thread.start()
 
@@ -98,7 +85,7 @@ class BareEngine:
             drive(self._intake())
             for outputs in drive(self._core.step_on(THREADS, self._intake)).values():
                 message = EngineCoreOutputs(outputs)
-                self._loop.call_soon_threadsafe(self._on_outputs, message)
+                self._loop.call_soon_threadsafe(self._listener.on_outputs, message)
 
     async def _intake(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -111,7 +98,7 @@ class BareEngine:
                 refused = self._core.add_request(message, _CLIENT)
                 if refused is not None:
                     answer = EngineCoreOutputs([refused])
-                    self._loop.call_soon_threadsafe(self._on_outputs, answer)
+                    self._loop.call_soon_threadsafe(self._listener.on_outputs, answer)
             case AbortRequests():
                 self._core.abort_requests(message.request_ids, message.attempts)
 

@@ -20,15 +20,8 @@ import uvloop
 
 from swell.cluster.api.chat.serving import ChatStream
 from swell.cluster.api.ingress import build_ingress
-from swell.cluster.client.engine_connection import EngineId, OnMessagesLost, OnOutputs
-from swell.cluster.client.engine_core_client import (
-    EnginesInUse,
-    MetricsExchange,
-    OnLoads,
-    OnUnreachable,
-    OnView,
-    VersionsInUse,
-)
+from swell.cluster.client.engine_connection import EngineId, EngineListener
+from swell.cluster.client.engine_core_client import MetricsExchange
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.configs.schema import load
@@ -55,25 +48,21 @@ class StubEngine:
         self,
         token_ids: list[int],
         client_index: int,
+        listener: EngineListener,
+        metrics: MetricsExchange,
         *,
         heartbeat_s: float,
         silence_s: float,
-        on_view: OnView,
-        on_loads: OnLoads,
-        on_outputs: OnOutputs,
-        on_messages_lost: OnMessagesLost,
-        on_unreachable: OnUnreachable,
-        engines_in_use: EnginesInUse,
-        versions_in_use: VersionsInUse,
-        metrics: MetricsExchange,
     ) -> None:
         self.requests: list[str] = []
         self._token_ids = token_ids
         self._rng = random.Random(0)
-        self._on_outputs = on_outputs
+        self._listener = listener
         self._decoder = msgspec.msgpack.Decoder(EngineCoreOutputs)
         member = Member(0, ChannelAddress("", "", ""), max_model_len=1 << 20, vocab_size=1 << 20)
-        asyncio.get_running_loop().call_soon(on_view, ClusterView(Roster(1, (member,))), [])
+        asyncio.get_running_loop().call_soon(
+            listener.on_view, ClusterView(Roster(1, (member,))), []
+        )
 
     def send(self, engine: EngineId, message: Any) -> None:
         if isinstance(message, EngineCoreRequest):
@@ -90,7 +79,7 @@ class StubEngine:
         return msgspec.msgpack.encode(EngineCoreOutputs(outputs))
 
     def deliver(self, message: bytes) -> None:
-        self._on_outputs(self._decoder.decode(message))
+        self._listener.on_outputs(self._decoder.decode(message))
 
 
 class Stream:
@@ -127,9 +116,9 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
     tokenizer = load_tokenizer(str(NANO))
     engines: list[StubEngine] = []
 
-    def connect(client_index: int, **callbacks: Any) -> StubEngine:
+    def connect(*args: Any, **periods: float) -> StubEngine:
         ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
-        engines.append(StubEngine(ids, client_index, **callbacks))
+        engines.append(StubEngine(ids, *args, **periods))
         return engines[0]
 
     ingress = await build_ingress(load(str(NANO)), connect, manager=None)

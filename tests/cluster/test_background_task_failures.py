@@ -82,8 +82,8 @@ def test_a_view_that_fails_to_apply_is_applied_when_it_comes_again(folder: Path)
             stream = Stream(cluster, body([1], 20))
             await stream.has(3)
             second = cluster.start(1)
-            links = cluster.ingress.llm._client
-            links._on_view = first_times(1, links._on_view)  # type: ignore[attr-defined]
+            llm, links = cluster.ingress.llm, cluster.ingress.llm._client
+            llm.on_view = first_times(1, llm.on_view)  # type: ignore[method-assign]
             await asyncio.to_thread(first.close)
             roster = rosters.join(cluster.coordinator.view.roster, [second.member])
             cluster.coordinator.tell(roster=rosters.remove(roster, [0]))
@@ -99,12 +99,12 @@ def test_an_ingress_that_can_apply_no_view_exits(folder: Path, deaths: Deaths) -
     async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
-            links = cluster.ingress.llm._client
-            follow, links._on_view = links._on_view, planted  # type: ignore[attr-defined]
+            llm = cluster.ingress.llm
+            llm.on_view = planted  # type: ignore[method-assign, assignment]
             while not deaths:
                 cluster.coordinator.tell()
                 await asyncio.sleep(0.01)
-            links._on_view = follow  # type: ignore[attr-defined]
+            del llm.on_view  # type: ignore[method-assign]
             await check(deaths, "channel")
 
     asyncio.run(case())

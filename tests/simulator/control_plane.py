@@ -11,7 +11,7 @@ from typing import Any
 
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, OnView
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
 from swell.cluster.client.requests.request_state import RequestState
@@ -149,6 +149,19 @@ def _reason_of(completion: CompletionOutput) -> str:
     return reason if reason != "error" else f"error: {completion.stop_reason}"
 
 
+class _ObservedLLM(AsyncLLM):
+    """Shows the observers of a run each view of an ingress before it is applied."""
+
+    def __init__(self, ingress: SimIngress, *args: Any) -> None:
+        super().__init__(*args)
+        self._ingress = ingress
+
+    def on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
+        for call in self._ingress._plane.on_view:
+            call(self._ingress, view)
+        super().on_view(view, lost)
+
+
 class SimIngress:
     """A replica of the ingress. Its requests are lost when it terminates."""
 
@@ -182,19 +195,15 @@ class SimIngress:
             await asyncio.sleep(_POLL_S)
         runtime = SimRuntime(self.process, self._plane.net)
 
-        def connect(client_index: int, *, on_view: OnView, **others: Any) -> AsyncEngineCoreClient:
-            def observed(view: ClusterView, lost: list[EngineId]) -> None:
-                for call in self._plane.on_view:
-                    call(self, view)
-                on_view(view, lost)
-
+        def connect(*args: Any, **periods: float) -> AsyncEngineCoreClient:
             address, keys = contact.address, contact.keys
             find = finder(self._plane, self.process, contact)
             return AsyncEngineCoreClient(
-                address, keys, client_index, on_view=observed, **others, runtime=runtime, find=find
+                address, keys, *args, **periods, runtime=runtime, find=find
             )
 
-        self.llm = AsyncLLM(
+        self.llm = _ObservedLLM(
+            self,
             NumberDetokenizer(),  # type: ignore[arg-type]
             self._plane.config,
             connect,

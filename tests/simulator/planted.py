@@ -273,7 +273,7 @@ BUGS = {
     ),
     "ingress: aborts are lost": Bug(AsyncEngineCoreClient, "send", _aborts_lost, LOSSES),
     "ingress: unreachable engines are ready": Bug(
-        AsyncLLM, "_on_unreachable", _nothing, ("cut", "half-cut")
+        AsyncLLM, "on_unreachable", _nothing, ("cut", "half-cut")
     ),
     "ingress: lost engines keep requests": Bug(RequestPlacer, "migrate_all", _nothing, PROCESSES),
     "ingress: a journey has no end": Bug(Journey, "finish", _nothing),
@@ -337,7 +337,7 @@ BUGS = {
         shape=_upgrading(1),
     ),
     "ingress: what it needs is not said": Bug(
-        AsyncLLM, "_versions_in_use", lambda right, self: [], shape=_upgrading(1)
+        AsyncLLM, "versions_in_use", lambda right, self: [], shape=_upgrading(1)
     ),
     "manager: a version that is needed is not made again": Bug(
         upgrade_plan, "unmet", lambda right, *args: [], shape=_upgrading(1)

@@ -27,6 +27,7 @@ from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.cluster.text.tokens.token_texts import TokenTexts
+from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.transport.runtime import THREADS
 from swell.engine.wire import (
     EngineCoreOutput,
@@ -58,11 +59,11 @@ class OutputProcessor:
         stream_interval: int = 1,
         stats: StatsSink | None = None,
         clock: Callable[[], float] = THREADS.now,
-        on_error: Callable[[RequestState], None] = lambda _state: None,
+        log: StructuredLogger | None = None,
     ) -> None:
         """`stream_interval` is the minimum number of tokens between two outputs of a request; a
-        request's parameters may set a larger one. `on_error` gets each request that finishes with
-        an error; its `stop_reason` names the error."""
+        request's parameters may set a larger one. `log` gets each request that finishes with an
+        error."""
         self.request_states: dict[str, RequestState] = {}
         """All unfinished requests, by id."""
         self._detokenizer = detokenizer
@@ -70,7 +71,7 @@ class OutputProcessor:
         self._stream_interval = stream_interval
         self._stats = stats or StatsSink()
         self._clock = clock
-        self._on_error = on_error
+        self._log = log
 
     def add_request(
         self,
@@ -226,5 +227,7 @@ class OutputProcessor:
         reason, num_tokens = str(state.finish_reason), len(state.output_token_ids)
         state.journey.finish(now_s, *state.placement, reason, num_tokens)
         stats.finished.append(state.times.finish(reason, num_tokens, now_s))
-        if state.finish_reason is FinishReason.ERROR:
-            self._on_error(state)
+        if state.finish_reason is FinishReason.ERROR and self._log is not None:
+            # `/admin/requests/ID` finds the external id while the ingress remembers the request.
+            id, reason = state.external_id, " ".join(str(state.stop_reason).split())
+            self._log.warning("request failed", id=id, reason=reason, ranks=state.ranks)

@@ -80,8 +80,7 @@ class ScriptedCluster:
         )
         self.metrics.registry.register(ViewCollector(lambda: self.llm.view))
 
-    def _connect(self, client_index: int, *, on_view: Any, on_outputs: Any, **_: Any) -> Any:
-        self._on_view, self._on_outputs = on_view, on_outputs
+    def _connect(self, client_index: int, listener: Any, metrics: Any, **_: Any) -> Any:
         return SimpleNamespace(send=self._send, close=lambda: None)
 
     def _send(self, engine: EngineId, message: object) -> None:
@@ -143,7 +142,7 @@ class ScriptedCluster:
     def tell(self, lost: list[EngineId] | None = None) -> None:
         """Publishes a view with the reports of all engines to the ingress."""
         reports = [self._report(rank) for rank in sorted(self.cores)]
-        self._on_view(ClusterView(self.roster, ClusterReports(engines=reports)), lost or [])
+        self.llm.on_view(ClusterView(self.roster, ClusterReports(engines=reports)), lost or [])
 
     def _report(self, rank: int) -> EngineReport:
         """Returns the report that an engine's loop would make."""
@@ -167,7 +166,7 @@ class ScriptedCluster:
         """Runs one engine step that takes `seconds`. Its outputs arrive at the end."""
         outputs = self.cores[rank].step()
         self.now += seconds
-        self._on_outputs(EngineCoreOutputs(outputs.get(CLIENT, [])))
+        self.llm.on_outputs(EngineCoreOutputs(outputs.get(CLIENT, [])))
 
     def submit(self, prompt: list[int], tokens: int, **changes: Any) -> list[RequestState]:
         """Submits all children of one answer. Without an end token, none finishes early."""

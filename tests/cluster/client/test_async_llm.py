@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.client.engine_connection import EngineId, EngineListener
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.outputs import RequestOutputKind
@@ -33,12 +33,13 @@ class BlockedLinks:
     """A connection to an engine whose answer arrives while the event loop is blocked beyond the
     deadline."""
 
-    def __init__(self, _client_index: int, **callbacks: Any) -> None:
-        self._on_outputs = callbacks["on_outputs"]
+    def __init__(
+        self, _client_index: int, listener: EngineListener, metrics: Any, **_periods: float
+    ) -> None:
+        self._listener = listener
         self._event = os.eventfd(0, os.EFD_NONBLOCK)
         self._answer: EngineCoreOutputs
         member = Member(0, ChannelAddress("", "", ""), max_model_len=9, vocab_size=9)
-        self.on_view = callbacks["on_view"]
         self.view = ClusterView(Roster(1, (member,)))
         self.answers = True
         self.sent: list[Any] = []
@@ -64,21 +65,21 @@ class BlockedLinks:
 
     def _arrive(self) -> None:
         os.eventfd_read(self._event)
-        self._on_outputs(self._answer)
+        self._listener.on_outputs(self._answer)
 
 
 def open_llm(**settings: object) -> tuple[AsyncLLM, BlockedLinks]:
     """Returns an `AsyncLLM` with one engine."""
     links: list[BlockedLinks] = []
 
-    def connect(*args: Any, **callbacks: Any) -> BlockedLinks:
-        links.append(BlockedLinks(*args, **callbacks))
+    def connect(*args: Any, **periods: float) -> BlockedLinks:
+        links.append(BlockedLinks(*args, **periods))
         return links[-1]
 
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
     config = load({"model": {"path": "none"}}, settings)
     llm = AsyncLLM(detokenizer, config, connect, PrometheusStats(), lambda *_limits: None)
-    links[0].on_view(links[0].view, [])
+    llm.on_view(links[0].view, [])
     return llm, links[0]
 
 
@@ -108,7 +109,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
     async def story() -> None:
         settings = {"serve.no_engine_timeout_s": TIMEOUT_S, "cluster.heartbeat_s": 0.1}
         llm, links = open_llm(**settings)
-        links.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
+        llm.on_view(ClusterView(Roster(2)), [EngineId.of(links.view.roster.members[0])])
         request = EngineCoreRequest("r", [1], SamplerParams(), max_tokens=3)
         state = llm.submit(request, SamplingParams(), RequestOutputKind.DELTA)
         time.sleep(0.1 + 2 * TIMEOUT_S)

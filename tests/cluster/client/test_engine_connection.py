@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.client.engine_connection import EngineConnection, EngineId
+from swell.cluster.client.engine_connection import EngineConnection, EngineId, EngineListener
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.transport.runtime import ThreadRuntime
@@ -48,7 +48,7 @@ class Outlet:
         self.closed = True
 
 
-class Line(ThreadRuntime):
+class Line(ThreadRuntime, EngineListener):
     """The connection of an ingress, and the side of an engine that counts messages."""
 
     def __init__(self) -> None:
@@ -58,9 +58,7 @@ class Line(ThreadRuntime):
         self.lost: list[EngineId] = []
         self.outputs: list[EngineCoreOutputs] = []
         self.tracker = ClientTracker(SILENCE_S)
-        self.connection = EngineConnection(
-            self, MEMBER, ChannelKeys(b"", b""), self._on_outputs, self.lost.append
-        )
+        self.connection = EngineConnection(self, MEMBER, ChannelKeys(b"", b""), self)
 
     def async_outlet(self, address: Any, message_type: Any, keys: Any, take: Any) -> Any:
         self.outlets.append(Outlet(b"%d" % len(self.outlets), take))
@@ -73,10 +71,13 @@ class Line(ThreadRuntime):
     def outlet(self) -> Outlet:
         return self.outlets[-1]
 
-    def _on_outputs(self, message: EngineCoreOutputs) -> None:
+    def on_outputs(self, message: EngineCoreOutputs) -> None:
         if message.started:
             raise ZeroDivisionError("planted")
         self.outputs.append(message)
+
+    def on_messages_lost(self, engine: EngineId) -> None:
+        self.lost.append(engine)
 
     def deliver(self) -> list[KeepAliveReply]:
         """Delivers the sent messages to the engine and returns its replies."""

@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from swell.coordinator.wire import (
     EngineReport,
     Subscribe,
 )
-from swell.engine.wire import KeepAlive, KeepAliveReply
+from swell.engine.wire import EngineCoreOutputs, KeepAlive, KeepAliveReply
 
 ADDRESS = ChannelAddress("machine", "ipc://@a", "tcp://127.0.0.1:1")
 KEYS = ChannelKeys(b"", b"")
@@ -60,20 +60,30 @@ class Ingress(ThreadRuntime):
             ADDRESS,
             KEYS,
             0,
+            self,
+            self,
             heartbeat_s=HEARTBEAT_S,
             silence_s=SILENCE_S,
-            on_view=lambda view, lost: self.views.append((view, lost)),
-            on_loads=self.loads.append,
-            on_outputs=lambda outputs: None,
-            on_messages_lost=lambda engine: None,
-            on_unreachable=self._on_unreachable,
-            engines_in_use=lambda: self.in_use,
-            versions_in_use=list,
-            metrics=self,
             runtime=self,
         )
 
-    def _on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
+    def on_view(self, view: ClusterView, lost: list[EngineId]) -> None:
+        self.views.append((view, lost))
+
+    def on_loads(self, loads: Sequence[EngineLoad]) -> None:
+        self.loads.append(list(loads))
+
+    def on_outputs(self, message: EngineCoreOutputs) -> None: ...
+
+    def on_messages_lost(self, engine: EngineId) -> None: ...
+
+    def engines_in_use(self) -> frozenset[EngineId]:
+        return self.in_use
+
+    def versions_in_use(self) -> list[str]:
+        return []
+
+    def on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
         self.unreachable = dict(engines)
 
     def counts(self) -> dict[str, list[float]]:
