@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.progress import Progress
 
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import RequestOutput, RequestOutputKind
-from swell.cluster.client.requests.parallel_sampling import ParentRequest
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.tokens.detokenizer import Detokenizer
@@ -99,26 +99,22 @@ class LocalEngine:
         dropped after an error. Raises RuntimeError while the engine sleeps."""
         if level := self.core.sleep_level:
             raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
-        parents = {
-            str(one.requests[0].external_req_id): ParentRequest(one.params, _KIND)
-            for one in processed
-        }
         if not self._clean:  # an interrupt came while the last call was cleaning up
             self._reset()
         with Progress(disable=not use_tqdm, transient=False) as progress:
-            bar = progress.add_task("answers", total=len(parents))
+            bar = progress.add_task("answers", total=len(processed))
             try:
                 self._clean = False
                 answers: dict[str, RequestOutput] = {}
-                for one in processed:
-                    self._submit(one)
+                merged = {_id_of(one): self._submit(one) for one in processed}
                 while self.core.has_work:
                     for outputs in self.core.step().values():
                         done = self.processor.process_outputs(outputs)
                         if done.reqs_to_abort:
                             self.core.abort_requests([s.request_id for s in done.reqs_to_abort])
-                        for output in done.request_outputs:
-                            self._collect_output(parents, output, answers)
+                        for state in done.finished:
+                            id = state.external_id
+                            self._take_answer(id, merged[id], answers)
                             progress.update(bar, completed=len(answers))
                 self._clean = True
             except BaseException:
@@ -126,37 +122,37 @@ class LocalEngine:
                 with suppress(ExecutorError):
                     self._reset()
                 raise
-        return [answers[external_id] for external_id in parents]
+        return [answers[id] for id in merged]
 
-    def _submit(self, processed: ProcessedRequest) -> None:
+    def _submit(self, processed: ProcessedRequest) -> MergedOutputs:
         (prompt,) = processed.prompt_texts
+        states = []
         for index, one in enumerate(processed.requests):
-            self.processor.add_request(
-                one,
-                processed.params,
-                kind=_KIND,
-                index=index,
-                prompt=prompt,
-                text_start=processed.text_start,
+            states.append(
+                self.processor.add_request(
+                    one,
+                    processed.params,
+                    kind=_KIND,
+                    index=index,
+                    prompt=prompt,
+                    text_start=processed.text_start,
+                )
             )
             refused = self.core.add_request(one, _CLIENT)
             assert refused is None, refused
+        return MergedOutputs(states, processed.params, _KIND)
 
-    def _collect_output(
-        self,
-        parents: Mapping[str, ParentRequest],
-        output: RequestOutput,
-        answers: dict[str, RequestOutput],
+    def _take_answer(
+        self, id: str, outputs: MergedOutputs, answers: dict[str, RequestOutput]
     ) -> None:
-        """Merge child outputs into responses. If one child fails, the others are aborted."""
-        external_id = output.request_id
-        answer = parents[external_id].add(output)
-        if answer is None:
-            return
-        answers[external_id] = answer
-        if answer.outputs[0].finish_reason in ("error", "invalid"):
+        """Takes the answer to one prompt if it is complete. If one child fails, its output is the
+        answer, and the other children are aborted."""
+        for _, output in outputs.take():
+            answers[id] = output
+        if outputs.failed_output is not None and id not in answers:
+            answers[id] = outputs.failed_output
             states = self.processor.request_states.values()
-            ids = [s.request_id for s in states if s.request.external_req_id == external_id]
+            ids = [state.request_id for state in states if state.external_id == id]
             self.processor.abort_requests(ids)
             self.core.abort_requests(ids)
 
@@ -167,3 +163,7 @@ class LocalEngine:
         self.processor = OutputProcessor(self._detokenizer)
         self.core.reset()
         self._clean = True
+
+
+def _id_of(processed: ProcessedRequest) -> str:
+    return str(processed.requests[0].external_req_id)

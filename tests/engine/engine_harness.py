@@ -21,15 +21,14 @@ import torch
 from msgspec.structs import replace
 
 from swell.cluster.client.requests.handover import Handover
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     LogprobTable,
     RequestOutput,
-    RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.requests.parallel_sampling import ParentRequest
 from swell.cluster.client.requests.request_state import MigrationReason
 from swell.cluster.client.requests.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
@@ -186,7 +185,6 @@ class _Child:
     number: int
     """The number of the submitted request, which is the index of its answer."""
     engine: int
-    collector: RequestOutputCollector
     cuts: list[int]
     num_outputs: int = 0
     """The number of outputs from engines, with or without tokens."""
@@ -224,7 +222,7 @@ class EngineHarness:
         self._chunk_ids: set[str] = set()
         self._processor = OutputProcessor(DETOKENIZER, stream_interval=stream_interval)
         self._children: dict[str, _Child] = {}
-        self._submitted: list[tuple[ParentRequest, RequestOutputKind, Answer]] = []
+        self._submitted: list[tuple[MergedOutputs, RequestOutputKind, Answer]] = []
         self.num_moves = 0
 
     def ask(
@@ -239,8 +237,6 @@ class EngineHarness:
         the number of its received outputs reaches the next of `cuts`."""
         number, llm = len(self._submitted), self._engines[0]
         talk = llm._prompts.chat_messages([{"role": "user", "content": request_spec.prompt}])
-        parent, answer = ParentRequest(request_spec.params, kind), Answer(self._tolerance)
-        self._submitted.append((parent, kind, answer))
         processed = llm._input_processor.process(
             GenerationRequest(
                 prompt=Conversation(messages=talk),
@@ -249,18 +245,20 @@ class EngineHarness:
                 external_req_id=str(number),
             )
         )
+        states = []
         for index, request in enumerate(processed.requests):
             place = (at + index) % len(self._engines)
-            collector = RequestOutputCollector(kind, request.request_id)
-            self._processor.add_request(
-                request, processed.params, kind=kind, queue=collector, index=index
+            states.append(
+                self._processor.add_request(request, processed.params, kind=kind, index=index)
             )
-            self._children[request.request_id] = _Child(number, place, collector, sorted(cuts))
+            self._children[request.request_id] = _Child(number, place, sorted(cuts))
             for chunk in self._chunks_before(request):
                 assert self._engines[place]._engine.core.add_request(chunk, CLIENT) is None
             request = replace(request, keep_blocks=bool(self._chunks))
             request = self._with_prompt_computed(request)
             assert self._engines[place]._engine.core.add_request(request, CLIENT) is None
+        merged = MergedOutputs(states, processed.params, kind)
+        self._submitted.append((merged, kind, Answer(self._tolerance)))
 
     def _with_prompt_computed(self, request: EngineCoreRequest) -> EngineCoreRequest:
         handover, llm = Handover(request), self._prefill
@@ -315,7 +313,10 @@ class EngineHarness:
         finally:
             self._clear()
         self._read()
-        return [answer for _, _, answer in self._submitted]
+        answers = [answer for _, _, answer in self._submitted]
+        for child in self._children.values():
+            answers[child.number].preemptions += child.preemptions
+        return answers
 
     def _clear(self) -> None:
         """Empties the engines for the next test, also after a failure."""
@@ -353,15 +354,10 @@ class EngineHarness:
             assert refused is None, refused
 
     def _read(self) -> None:
-        for child in self._children.values():
-            output = child.collector.get_nowait()
-            if output is None:
-                continue
-            parent, kind, answer = self._submitted[child.number]
-            answer.preemptions += child.preemptions if output.finished else 0
-            reported = parent.add(output)
-            if reported is not None:
+        for merged, kind, answer in self._submitted:
+            for _, reported in merged.take():
                 answer.add(reported, kind)
+            assert merged.failed_output is None, merged.failed_output
 
 
 class RoundingProbe:

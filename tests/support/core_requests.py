@@ -1,15 +1,18 @@
-"""Engine requests that tests build from sampling parameters, without a tokenizer."""
+"""Engine requests that tests build from sampling parameters, and the outputs of them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.outputs import RequestOutput
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
     internal_request_id,
     sampler_params,
 )
-from swell.engine.wire import EngineCoreRequest
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 
 
 def core_request(
@@ -34,3 +37,12 @@ def core_request(
         skip_prefix_cache=params.prompt_logprobs is not None,
         **fields,
     )
+
+
+def outputs_after(
+    processor: OutputProcessor, outputs: Iterable[EngineCoreOutput]
+) -> list[RequestOutput]:
+    """Processes outputs of engines, and returns what the queue of each request then holds."""
+    states = [*processor.request_states.values()]
+    processor.process_outputs(outputs)
+    return [output for state in states if (output := state.queue.get_nowait()) is not None]

@@ -1,12 +1,14 @@
-"""Merges the outputs of all requests that answer one HTTP request into one stream."""
+"""Merges the outputs of all requests that answer one HTTP request, or one call of `LLM`."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
+import msgspec
+
 from swell.cluster.client.requests.outputs import Event, RequestOutput, RequestOutputKind
-from swell.cluster.client.requests.parallel_sampling import ParentRequest
+from swell.cluster.client.requests.parallel_sampling import merge_outputs, select_best_of
 from swell.cluster.client.requests.request_state import RequestFailed, RequestInvalid, RequestState
 from swell.cluster.text.params.sampling_params import SamplingParams
 
@@ -18,17 +20,31 @@ class MergedOutputs:
     """An async iterator over batches; each batch has all outputs that are available. Only one task
     may read it.
 
-    `states` has the child requests of each prompt in a row; `params` are their sampling
-    parameters.
+    `states` has the child requests of each prompt in a row; `params` are their sampling parameters.
+    With DELTA, an output is the new part of one child. With CUMULATIVE, it has the answers so far
+    of every child of the prompt that has begun. With FINAL_ONLY, it has all answers to the prompt.
+    If answers are ranked, there is one output for each prompt, for every kind.
+
+    If one request fails, no output of its prompt follows. The caller aborts the others.
     """
 
     def __init__(
         self, states: Sequence[RequestState], params: SamplingParams, kind: RequestOutputKind
     ) -> None:
         self._states = states
+        self._params = params
+        self._is_delta = kind == RequestOutputKind.DELTA
+        self._is_best_of = params.num_children > params.n
+        self._is_whole = self._is_best_of or kind == RequestOutputKind.FINAL_ONLY
+        """Whether there is nothing to return before all answers to a prompt are complete."""
         self._children = params.num_children
         """Number of child requests per prompt."""
-        self._parents = [ParentRequest(params, kind) for _ in range(len(states) // self._children)]
+        self._running = [self._children] * (len(states) // self._children)
+        """The number of unfinished children of each prompt."""
+        self._outputs: dict[int, RequestOutput] = {}
+        """All output of each request; with deltas that are passed on, only the last one."""
+        self.failed_output: RequestOutput | None = None
+        """The last output of a request that failed, which names the error."""
         self._ready = Event()
         self._ready.set()  # outputs may be there already
         self._first: OutputBatch | None = None
@@ -36,7 +52,6 @@ class MergedOutputs:
         self._error: Exception | None = None
         self._unfinished = {}
         for number, state in enumerate(states):
-            assert state.queue is not None, "the outputs of the request go elsewhere"
             state.queue.ready = self._ready
             self._unfinished[number] = state.queue
 
@@ -58,7 +73,7 @@ class MergedOutputs:
     @property
     def num_output_tokens(self) -> int:
         """Number of tokens sampled so far by all requests."""
-        return sum(parent.num_output_tokens for parent in self._parents)
+        return sum(output.outputs[0].num_output_tokens for output in self._outputs.values())
 
     async def whole(self) -> list[RequestOutput]:
         """Returns all answers to each prompt (for kind FINAL_ONLY). Raises the error of a request
@@ -67,7 +82,7 @@ class MergedOutputs:
         async for batch in self:
             for number, output in batch:
                 outputs[number // self._children] = output
-        return [outputs[prompt] for prompt in range(len(self._parents))]
+        return [outputs[prompt] for prompt in range(len(self._running))]
 
     async def first(self) -> OutputBatch:
         """Returns the first batch, which the iterator then returns again, or an empty one if
@@ -99,10 +114,11 @@ class MergedOutputs:
             if not self._unfinished:
                 raise StopAsyncIteration
             await self._ready.wait()
-            batch = self._take()
+            batch = self.take()
         return batch
 
-    def _take(self) -> OutputBatch:
+    def take(self) -> OutputBatch:
+        """Returns the outputs that are available now; an error is raised by the next `anext`."""
         batch: OutputBatch = []
         for number, queue in list(self._unfinished.items()):
             try:
@@ -117,13 +133,37 @@ class MergedOutputs:
         if output.finished:
             del self._unfinished[number]
         answer = output.outputs[0]
-        if answer.finish_reason == "error":
+        if answer.finish_reason in ("error", "invalid"):
+            self.failed_output = self.failed_output or output
+            if answer.finish_reason == "invalid":
+                raise RequestInvalid(str(answer.stop_reason))
             raise RequestFailed(str(answer.stop_reason or "the request failed"))
-        if answer.finish_reason == "invalid":
-            raise RequestInvalid(str(answer.stop_reason))
-        merged = self._parents[number // self._children].add(output)
+        merged = self._merge(number, output)
         if merged is not None:
             batch.append((number, merged))
+
+    def _merge(self, number: int, output: RequestOutput) -> RequestOutput | None:
+        """Adds an output of one request; returns what the client gets, or None."""
+        prompt = number // self._children
+        self._running[prompt] -= output.finished
+        finished = not self._running[prompt]
+        if self._is_delta and not self._is_best_of:
+            self._outputs[number] = output
+            if output.finished == finished:
+                return output
+            return msgspec.structs.replace(output, finished=finished)
+        known = self._outputs.get(number)
+        if known is not None and self._is_delta:
+            known.add(output, aggregate=True)
+        else:
+            self._outputs[number] = output
+        if self._is_whole and not finished:
+            return None
+        first = prompt * self._children
+        numbers = range(first, first + self._children)
+        whole = merge_outputs([self._outputs[one] for one in numbers if one in self._outputs])
+        whole.finished = finished
+        return select_best_of(whole, self._params) if self._is_best_of else whole
 
 
 class OutputsInTurn(MergedOutputs):
@@ -138,7 +178,7 @@ class OutputsInTurn(MergedOutputs):
         self._turns = deque(self._unfinished)
         """Numbers of the unfinished requests, the next one first."""
 
-    def _take(self) -> OutputBatch:
+    def take(self) -> OutputBatch:
         batch: OutputBatch = []
         try:
             while self._turns:

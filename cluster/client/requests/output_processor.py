@@ -1,8 +1,7 @@
 """Turns engine outputs into request outputs, in the one loop over all that engines send.
 
 Each output updates the statistics, the text and the stop strings, and produces an output of the
-requested kind. That goes to the request's queue or, without a queue, into the returned list, as a
-synchronous caller needs it.
+requested kind, which goes to the request's queue.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from swell.engine.wire import (
 
 
 class OutputProcessorOutput(msgspec.Struct):
-    request_outputs: list[RequestOutput] = []
-    """Outputs of requests without a queue."""
+    finished: list[RequestState] = []
+    """Requests that have finished."""
     reqs_to_abort: list[RequestState] = []
     """Requests that a stop string finished: their engines do not know it yet."""
     dropped: list[RequestState] = []
@@ -88,8 +87,9 @@ class OutputProcessor:
         make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
         """Registers `request` and returns its state. `prompt` is the text that was sent, if it was
-        text. `arrival_s` is a reading of this processor's clock if the request arrived before this
-        call. `make_content_parser` is as in `OutputText`."""
+        text. `queue` gets its outputs; None: a new collector. `arrival_s` is a reading
+        of this processor's clock if the request arrived before this call. `make_content_parser` is
+        as in `OutputText`."""
         assert request.request_id not in self.request_states, request.request_id
         assert not request.output_token_ids, "a later attempt keeps its first state"
         texts, prompt_token_ids = self._texts, request.prompt_token_ids
@@ -107,7 +107,7 @@ class OutputProcessor:
             ),
             LogprobsProcessor(request, texts, skip_special_tokens=skip, prompt=prompt),
             kind=kind,
-            queue=queue,
+            queue=RequestOutputCollector(kind) if queue is None else queue,
             prompt=prompt,
             index=index,
             stream_interval=max(self._stream_interval, params.stream_interval or 1),
@@ -150,7 +150,7 @@ class OutputProcessor:
             # 1) statistics, 2) text and stop strings, 3) the client's output, 4) the finish.
             state.times.record_tokens(output, now_s, stats)
             pieces: Sequence[EngineCoreOutput] = (output,)
-            if state.queue is not None and state.queue.takes_each_token:
+            if state.queue.takes_each_token:
                 pieces = one_by_one(output)
             for piece in pieces:
                 try:
@@ -159,14 +159,12 @@ class OutputProcessor:
                 except Exception as error:  # a decoder may raise: its request fails
                     request_output = state.fail(error)
                 if request_output is not None:
-                    if state.queue is not None:
-                        state.queue.put(request_output)
-                    else:
-                        result.request_outputs.append(request_output)
+                    state.queue.put(request_output)
                 if state.finish_reason is not None:
                     break
             if state.finish_reason is not None:
                 self._remove(state, now_s, stats)
+                result.finished.append(state)
                 if not output.finished:
                     result.reqs_to_abort.append(state)
         self._stats.record(stats)
@@ -214,7 +212,7 @@ class OutputProcessor:
             if state is None:
                 continue
             output = end(state)
-            if state.queue is not None and output is not None:
+            if output is not None:
                 state.queue.put(output)
             self._remove(state, now_s, stats)
             ended.append(state)

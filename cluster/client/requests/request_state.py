@@ -85,7 +85,7 @@ class RequestState:
         logprobs: LogprobsProcessor,
         *,
         kind: RequestOutputKind,
-        queue: RequestOutputCollector | None,
+        queue: RequestOutputCollector,
         prompt: str | None,
         index: int,
         stream_interval: int,
@@ -99,7 +99,7 @@ class RequestState:
         self.external_id = request.external_req_id or request.request_id
         """The id of the HTTP request, in an ingress; several requests may share it."""
         self.queue = queue
-        """Gets the outputs. If None, the caller of `OutputProcessor.process_outputs` gets them."""
+        """Gets the outputs."""
         self.times = RequestTimes(len(request.prompt_token_ids), arrival_s)
         self.journey = Journey()
         self.attempt = 1

@@ -117,7 +117,7 @@ def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(come
             await asyncio.sleep(0)
         if comes:
             roster = Roster(3, links.view.roster.members)
-            links.on_view(msgspec.structs.replace(links.view, roster=roster), [])
+            llm.on_view(msgspec.structs.replace(links.view, roster=roster), [])
             assert [sent.request_id for sent in links.sent] == ["r"]
         else:
             outputs = MergedOutputs([state], SamplingParams(), RequestOutputKind.DELTA)

@@ -27,7 +27,7 @@ from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
 from tests.cluster.text import tokenizers_for_tests as made
-from tests.support.core_requests import core_request
+from tests.support.core_requests import core_request, outputs_after
 
 KINDS = {**made.EXACT, **made.WINDOWED}
 DETOKENIZERS = {name: Detokenizer(make()) for name, make in KINDS.items()}
@@ -143,7 +143,7 @@ def answered(
         extras.append(TokenLogprobs(*of(token_id), 1))
         reason = FinishReason.LENGTH if place == len(answer) - 1 else None
         output = EngineCoreOutput(request.request_id, [token_id], reason, extras=extras)
-        given_out += out.process_outputs([output]).request_outputs
+        given_out += outputs_after(out, [output])
         extras = []
     return given_out
 

@@ -48,7 +48,7 @@ class Answer:
         )
         core = core_request(params, max_tokens=9999)
         processor = OutputProcessor(DETOKENIZER)
-        processor.add_request(
+        state = processor.add_request(
             core,
             params,
             kind=RequestOutputKind.DELTA,
@@ -69,7 +69,7 @@ class Answer:
                 [EngineCoreOutput(core.request_id, step, reason, extras=extras)]
             )
             self.aborted |= bool(result.reqs_to_abort)
-            for output in result.request_outputs:
+            if (output := state.queue.get_nowait()) is not None:
                 (self.last,) = output.outputs
                 self._add(reader, self.last)
             if not ids or result.reqs_to_abort:

@@ -27,7 +27,7 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs
 from tests.cluster.text import tokenizers_for_tests as made
-from tests.support.core_requests import core_request
+from tests.support.core_requests import core_request, outputs_after
 
 TOKENIZER = made.byte_level()
 SHARED = Detokenizer(TOKENIZER)
@@ -81,7 +81,7 @@ def test_a_reader_of_any_speed_gets_everything_once(
     out.add_request(request, SamplingParams(max_tokens=99), kind=kind, queue=collector)
     got: list[RequestOutput] = []
     for output in steps(request.request_id, ids, sizes, FinishReason.LENGTH):
-        assert out.process_outputs([output]).request_outputs == []
+        out.process_outputs([output])
         taken = collector.get_nowait() if data.draw(st.booleans()) else None
         got += [] if taken is None else [taken]
     last = collector.get_nowait()
@@ -122,7 +122,7 @@ def test_stops_do_not_depend_on_steps(
         out.add_request(request, params, kind=FINAL)
         given_outputs: list[RequestOutput] = []
         for output in steps(request.request_id, ids_of(text), split, FinishReason.LENGTH):
-            given_outputs += out.process_outputs([output]).request_outputs
+            given_outputs += outputs_after(out, [output])
         (final,) = given_outputs
         answer = final.outputs[0]
         results.append((answer.text, answer.token_ids, answer.finish_reason, answer.stop_reason))
@@ -133,13 +133,14 @@ def test_stops_do_not_depend_on_steps(
 def test_a_stop_string_ends_and_aborts() -> None:
     params = SamplingParams(stop=["fox"])
     out, request = processor(), core(params)
-    out.add_request(request, params, kind=DELTA)
+    state = out.add_request(request, params, kind=DELTA)
     ids = ids_of("the quick fox jumps over")
     text, aborts, used = "", [], 0
     for token_id in ids:
         result = out.process_outputs([EngineCoreOutput(request.request_id, [token_id])])
         aborts += [state.request_id for state in result.reqs_to_abort]
-        for output in result.request_outputs:
+        output = state.queue.get_nowait()
+        if output is not None:
             text += output.outputs[0].text
             used += len(output.outputs[0].token_ids)
             reason = (output.outputs[0].finish_reason, output.outputs[0].stop_reason)
@@ -166,7 +167,7 @@ def test_the_stop_token_is_in_the_ids_and_its_text_only_on_demand(include: bool)
     out.add_request(request, params)
     ids = [*ids_of("fox"), stop]
     output = EngineCoreOutput(request.request_id, ids, FinishReason.STOP, stop)
-    answer = out.process_outputs([output]).request_outputs[0].outputs[0]
+    answer = outputs_after(out, [output])[0].outputs[0]
     assert answer.token_ids == ids
     assert answer.text == ("fox." if include else "fox")
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
@@ -178,7 +179,7 @@ def test_what_was_held_for_a_stop_is_text_at_the_end() -> None:
     out.add_request(request, params, kind=DELTA)
     shown = []
     for output in steps(request.request_id, ids_of("a fox"), [1], FinishReason.LENGTH):
-        shown += [o.outputs[0].text for o in out.process_outputs([output]).request_outputs]
+        shown += [o.outputs[0].text for o in outputs_after(out, [output])]
     assert "".join(shown) == "a fox"
     assert "fox" not in "".join(shown[:-1])
 
@@ -190,7 +191,7 @@ def test_the_first_token_leaves_at_once_whatever_the_interval() -> None:
     out.add_request(request, params, kind=DELTA)
     sent = []
     for output in steps(request.request_id, ids_of("the quick brown")[:10] * 2, [1], None):
-        sent.append(len(out.process_outputs([output]).request_outputs))
+        sent.append(len(outputs_after(out, [output])))
     assert sent[:9] == [1, 0, 0, 0, 1, 0, 0, 0, 1]
 
 
@@ -202,7 +203,7 @@ def test_a_request_may_have_its_outputs_less_often_but_not_more_often_than_the_s
     request = core(params)
     out.add_request(request, params)
     sent = [
-        len(out.process_outputs([output]).request_outputs)
+        len(outputs_after(out, [output]))
         for output in steps(request.request_id, ids_of("a" * 30), [1], None)
     ]
     assert [place for place, count in enumerate(sent) if count][:4] == [0, gap, 2 * gap, 3 * gap]
@@ -226,7 +227,7 @@ def test_abort_gives_what_there_is() -> None:
         assert (last.outputs[0].text, last.outputs[0].finish_reason) == ("a fox", "abort")
     assert not out.request_states
     late = out.process_outputs([EngineCoreOutput(ids[0], [1])])
-    assert (late.request_outputs, late.reqs_to_abort) == ([], [])
+    assert (late.finished, late.reqs_to_abort) == ([], [])
 
 
 def test_an_abort_whose_text_cannot_be_decoded_fails_that_request_alone() -> None:
@@ -282,16 +283,16 @@ def test_a_resubmission_continues_where_the_first_run_stood(
         outputs = [
             EngineCoreOutput(request.request_id, [i], num_cached_tokens=2) for i in ids[:cut]
         ]
-        got = out.process_outputs(outputs).request_outputs
+        got = outputs_after(out, outputs)
         if not got:
             state.unassign(MigrationReason.DIED)
             again = state.engine_request()
             assert (again.output_token_ids, again.attempt) == (ids[:cut], 2)
             assert (again.request_id, again.sampler) == (request.request_id, request.sampler)
             rest = steps(request.request_id, ids[cut:], sizes, FinishReason.LENGTH)
-            got = out.process_outputs(
-                msgspec.structs.replace(output, attempt=2) for output in rest
-            ).request_outputs
+            got = outputs_after(
+                out, [msgspec.structs.replace(output, attempt=2) for output in rest]
+            )
         results.append((got[0].outputs[0], got[0].num_cached_tokens))
     assert results[0][0] == results[1][0]
 
@@ -304,7 +305,7 @@ def test_cached_tokens_are_those_of_the_first_answer() -> None:
         EngineCoreOutput(request.request_id, [5], num_cached_tokens=2),
         EngineCoreOutput(request.request_id, [5], FinishReason.LENGTH, num_cached_tokens=3),
     ]
-    results = out.process_outputs(outputs).request_outputs
+    results = [result for output in outputs for result in outputs_after(out, [output])]
     assert [output.num_cached_tokens for output in results] == [2, 2]
 
 
@@ -313,7 +314,7 @@ def test_an_engine_error_is_told_with_its_message() -> None:
     request = core(params)
     out.add_request(request, params)
     output = EngineCoreOutput(request.request_id, [], FinishReason.ERROR, "no memory")
-    answer = out.process_outputs([output]).request_outputs[0].outputs[0]
+    answer = outputs_after(out, [output])[0].outputs[0]
     assert (answer.finish_reason, answer.stop_reason) == ("error", "no memory")
 
 
@@ -448,7 +449,7 @@ def test_logprobs_that_nobody_asked_for_are_not_there() -> None:
     out, params = processor(), SamplingParams()
     request = core(params)
     out.add_request(request, params)
-    (output,) = out.process_outputs([EngineCoreOutput(request.request_id, [5])]).request_outputs
+    (output,) = outputs_after(out, [EngineCoreOutput(request.request_id, [5])])
     answer = output.outputs[0]
     assert (answer.logprobs, answer.cumulative_logprob, output.prompt_logprobs) == (None,) * 3
 
@@ -456,11 +457,13 @@ def test_logprobs_that_nobody_asked_for_are_not_there() -> None:
 def test_an_engine_that_does_not_tell_what_it_was_asked_fails_that_request_alone() -> None:
     out, asking, silent = processor(), SamplingParams(logprobs=1), SamplingParams()
     requests = [core(asking, "asking"), core(silent, "silent")]
-    for request, params in zip(requests, (asking, silent), strict=True):
+    states = [
         out.add_request(request, params)
+        for request, params in zip(requests, (asking, silent), strict=True)
+    ]
     result = out.process_outputs([EngineCoreOutput(r.request_id, [5]) for r in requests])
-    reasons = {o.request_id: o.outputs[0].finish_reason for o in result.request_outputs}
-    assert reasons == {"asking": "error", "silent": None}
+    reasons = [state.queue.get_nowait().outputs[0].finish_reason for state in states]
+    assert reasons == ["error", None] and result.finished == states[:1]
     assert [s.request_id for s in result.reqs_to_abort] == [requests[0].request_id]
 
 
@@ -489,12 +492,12 @@ def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None
         of_prompt(request.request_id, 1, -1.0, []),
         extras=[PromptLogprobs(1, [[2, 9]], [[-1.0, -0.5]], [2])],
     )
-    assert out.process_outputs([first]).request_outputs == []
+    assert outputs_after(out, [first]) == []
     state.unassign(MigrationReason.DIED)
     assert state.engine_request() == msgspec.structs.replace(request, attempt=2)
     second = of_prompt(request.request_id, 1, -2.0, [7])
     second = msgspec.structs.replace(second, attempt=2)
-    (output,) = out.process_outputs([second]).request_outputs
+    (output,) = outputs_after(out, [second])
     table = output.prompt_logprobs
     assert table is not None
     unknown, *known = table
@@ -509,7 +512,7 @@ def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None
     assert (again.sampler.prompt_logprobs, again.skip_prefix_cache) == (None, False)
     assert (again.output_token_ids, again.attempt) == ([7], 3)
     third = msgspec.structs.replace(of_prompt(request.request_id, 1, -3.0, [7]), attempt=3)
-    (output,) = out.process_outputs([third]).request_outputs
+    (output,) = outputs_after(out, [third])
     assert output.prompt_logprobs == (None if kind == DELTA else table)
 
 
@@ -537,7 +540,7 @@ def test_what_is_told_of_a_prompt_is_no_token() -> None:
     assert not seen.all.time_to_first_token_s and not seen.all.num_prompt_tokens
     clock[0] = 14.0
     token = EngineCoreOutput(request.request_id, [5], FinishReason.LENGTH, num_cached_tokens=2)
-    (output,) = out.process_outputs([token]).request_outputs
+    (output,) = outputs_after(out, [token])
     assert seen.all.time_to_first_token_s == [4.0]
     assert (seen.all.num_prompt_tokens, seen.all.num_output_tokens) == (3, 1)
     assert output.num_cached_tokens == 2

@@ -9,19 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     LogprobTable,
     RequestOutput,
-    RequestOutputCollector,
     RequestOutputKind,
 )
-from swell.cluster.client.requests.parallel_sampling import (
-    ParentRequest,
-    merge_outputs,
-    select_best_of,
-)
+from swell.cluster.client.requests.parallel_sampling import merge_outputs, select_best_of
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
 )
@@ -33,6 +29,7 @@ from tests.support.core_requests import core_request
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind
 TOKENIZER = byte_level()
+DETOKENIZER = Detokenizer(TOKENIZER)
 
 WORDS = st.lists(st.lists(st.integers(0, 99), max_size=2), min_size=1, max_size=4)
 """The outputs of one child: the tokens of each."""
@@ -70,6 +67,23 @@ def whole(index: int, pieces: list[list[int]]) -> CompletionOutput:
     return output.outputs[0]
 
 
+class Children:
+    """The children of one prompt, whose outputs are merged one after the other."""
+
+    def __init__(self, params: SamplingParams, kind: RequestOutputKind) -> None:
+        processor = OutputProcessor(DETOKENIZER)
+        self.states = [
+            processor.add_request(core_request(params, index), params, kind=kind, index=index)
+            for index in range(params.num_children)
+        ]
+        self.merged = MergedOutputs(self.states, params, kind)
+
+    def add(self, output: RequestOutput) -> RequestOutput | None:
+        self.states[output.outputs[0].index].queue.put(output)
+        batch = self.merged.take()
+        return batch[0][1] if batch else None
+
+
 def interleaved(
     data: st.DataObject, said: list[list[list[int]]], kind: RequestOutputKind
 ) -> Iterator[RequestOutput]:
@@ -86,7 +100,7 @@ def interleaved(
     data=st.data(),
 )
 def test_every_child_is_reported_once_and_whole(said, kind, data) -> None:
-    parent = ParentRequest(SamplingParams(n=len(said)), kind)
+    parent = Children(SamplingParams(n=len(said)), kind)
     got: list[RequestOutput] = []
     latest: dict[int, CompletionOutput] = {}
     for output in interleaved(data, said, kind):
@@ -111,7 +125,7 @@ def test_every_child_is_reported_once_and_whole(said, kind, data) -> None:
         assert got[-1].outputs == expected
         assert kind != FINAL or len(got) == 1
         assert got[-1].num_cached_tokens == 0, "what the first child found, others did not compute"
-    assert parent.num_output_tokens == sum(len(answer.token_ids) for answer in expected)
+    assert parent.merged.num_output_tokens == sum(len(answer.token_ids) for answer in expected)
 
 
 @settings(max_examples=100, deadline=None)
@@ -124,7 +138,7 @@ def test_every_child_is_reported_once_and_whole(said, kind, data) -> None:
 def test_the_best_are_those_with_the_largest_mean_logprob(said, kind, logprobs, data) -> None:
     n = data.draw(st.integers(1, len(said) - 1))
     params = SamplingParams(n=n, best_of=len(said), logprobs=logprobs)
-    parent = ParentRequest(params, kind)
+    parent = Children(params, kind)
     told = [parent.add(output) for output in interleaved(data, said, kind)]
     assert told[:-1] == [None] * (len(told) - 1), "nobody is ranked before all have spoken"
     assert told[-1] is not None and told[-1].finished
@@ -142,7 +156,7 @@ def test_the_best_are_those_with_the_largest_mean_logprob(said, kind, logprobs, 
     asked = logprobs is not None
     assert all((part.cumulative_logprob is not None) == asked for part in told[-1].outputs)
     drawn = sum(len(piece) for pieces in said for piece in pieces)
-    assert parent.num_output_tokens == drawn, "also those that are left out"
+    assert parent.merged.num_output_tokens == drawn, "also those that are left out"
 
 
 def test_merged_outputs_finish_when_all_children_have() -> None:
@@ -162,37 +176,31 @@ def test_logprobs_that_nobody_asked_for_are_left_out() -> None:
         assert [part.logprobs for part in found.outputs] == [shown]
 
 
-@pytest.mark.parametrize("kind", RequestOutputKind)
-def test_if_one_child_fails_the_answer_has_failed(kind) -> None:
-    parent = ParentRequest(SamplingParams(n=3), kind)
-    talk = [list(spoken(index, [[1], [2]], kind)) for index in range(3)]
-    parent.add(talk[0][0])
-    failed = talk[1][-1]
+def test_if_one_child_fails_the_answer_has_failed() -> None:
+    parent = Children(SamplingParams(n=3), FINAL)
+    talk = [list(spoken(index, [[1], [2]], FINAL)) for index in range(3)]
+    assert parent.add(talk[0][0]) is None
+    failed = talk[1][0]
     failed.outputs[0].finish_reason, failed.outputs[0].stop_reason = "error", "no memory"
-    told = parent.add(failed)
-    assert told is not None and told.finished
-    assert [part.stop_reason for part in told.outputs] == ["no memory"]
-    assert [parent.add(output) for output in (*talk[0][1:], *talk[2])] == [None] * (
-        len(talk[0]) - 1 + len(talk[2])
-    )
+    assert parent.add(failed) is None
+    assert parent.merged.failed_output is failed
+    assert parent.add(talk[2][0]) is None, "the answers are not complete"
 
 
 @pytest.mark.parametrize("best_of", [None, 3])
 def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -> None:
     params = SamplingParams(n=2, best_of=best_of, max_tokens=9)
-    processor = OutputProcessor(Detokenizer(TOKENIZER))
-    parent, collectors, ids = ParentRequest(params, FINAL), [], []
-    for index in range(params.num_children):
-        core = core_request(params, index, max_tokens=9)
-        ids.append(core.request_id)
-        collectors.append(RequestOutputCollector(FINAL))
-        processor.add_request(core, params, kind=FINAL, queue=collectors[-1], index=index)
+    processor = OutputProcessor(DETOKENIZER)
+    states = [
+        processor.add_request(core_request(params, index), params, kind=FINAL, index=index)
+        for index in range(params.num_children)
+    ]
+    merged, ids = MergedOutputs(states, params, FINAL), [state.request_id for state in states]
     if best_of is None:
         processor.process_outputs([EngineCoreOutput(ids[1], [5])])
     assert [state.request_id for state in processor.abort_requests(ids)] == ids
-    told = [parent.add(output) for c in collectors if (output := c.get_nowait()) is not None]
-    assert len(told) == len(ids)
-    assert told[-1] is not None and told[-1].finished
-    assert [part.finish_reason for part in told[-1].outputs] == ["abort", "abort"]
-    drawn = [part.token_ids for part in told[-1].outputs]
+    ((_, told),) = merged.take()
+    assert told.finished
+    assert [part.finish_reason for part in told.outputs] == ["abort", "abort"]
+    drawn = [part.token_ids for part in told.outputs]
     assert drawn == ([[], [5]] if best_of is None else [[], []])

@@ -16,6 +16,7 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PooledValues, PoolingParams, SamplerParams
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.core_requests import outputs_after
 
 VECTOR = [1.5, -2.0, 0.25]
 DATA = struct.pack("<3f", *VECTOR)
@@ -50,7 +51,7 @@ def processor(sink: Sink) -> OutputProcessor:
 
 
 def test_a_vector_ends_its_request_and_counts_its_prompt(processor, sink):
-    (answer,) = processor.process_outputs([output()]).request_outputs
+    (answer,) = outputs_after(processor, [output()])
     assert answer.finished and vector_of(answer) == VECTOR
     assert (answer.outputs[0].text, answer.outputs[0].num_output_tokens) == ("", 0)
     assert answer.num_cached_tokens == 2
@@ -68,14 +69,16 @@ def test_another_engine_computes_it_again_and_a_late_vector_is_ignored(processor
     again = state.engine_request()
     assert (again.attempt, again.max_tokens, again.output_token_ids) == (2, 0, [])
     assert again.sampler.pooling == PoolingParams()
-    assert not processor.process_outputs([output(attempt=1)]).request_outputs
-    (answer,) = processor.process_outputs([output(attempt=2)]).request_outputs
+    assert not outputs_after(processor, [output(attempt=1)])
+    (answer,) = outputs_after(processor, [output(attempt=2)])
     assert vector_of(answer) == VECTOR
 
 
 def test_an_error_is_no_vector(processor):
     failed = EngineCoreOutput("r", [], FinishReason.ERROR, "NaN or infinite")
     (answer,) = processor.process_outputs([failed]).request_outputs
+    failed = EngineCoreOutput("r", [], FinishReason.ERROR, "no numbers")
+    (answer,) = outputs_after(processor, [failed])
     assert answer.outputs[0].finish_reason == "error"
     with pytest.raises(RuntimeError, match="request r: NaN or infinite"):
         vector_of(answer)
