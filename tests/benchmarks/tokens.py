@@ -116,9 +116,11 @@ async def _step_us(path: str, streams: int) -> AsyncIterator[float]:
     tokenizer = load_tokenizer(str(NANO))
     engines: list[StubEngine] = []
 
-    def connect(*args: Any, **periods: float) -> StubEngine:
+    def connect(
+        client_index: int, listener: EngineListener, metrics: MetricsExchange, **periods: float
+    ) -> StubEngine:
         ids = tokenizer(_TEXT, add_special_tokens=False)["input_ids"]
-        engines.append(StubEngine(ids, *args, **periods))
+        engines.append(StubEngine(ids, client_index, listener, metrics, **periods))
         return engines[0]
 
     ingress = await build_ingress(load(str(NANO)), connect, manager=None)

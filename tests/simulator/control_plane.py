@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any
 
 from swell.cluster.client.async_llm import AsyncLLM
-from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.engine_connection import EngineId, EngineListener
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, MetricsExchange
 from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
 from swell.cluster.client.requests.request_state import RequestState
@@ -195,11 +195,18 @@ class SimIngress:
             await asyncio.sleep(_POLL_S)
         runtime = SimRuntime(self.process, self._plane.net)
 
-        def connect(*args: Any, **periods: float) -> AsyncEngineCoreClient:
-            address, keys = contact.address, contact.keys
-            find = finder(self._plane, self.process, contact)
+        def connect(
+            client_index: int, listener: EngineListener, metrics: MetricsExchange, **periods: float
+        ) -> AsyncEngineCoreClient:
             return AsyncEngineCoreClient(
-                address, keys, *args, **periods, runtime=runtime, find=find
+                contact.address,
+                contact.keys,
+                client_index,
+                listener,
+                metrics,
+                **periods,
+                runtime=runtime,
+                find=finder(self._plane, self.process, contact),
             )
 
         self.llm = _ObservedLLM(
