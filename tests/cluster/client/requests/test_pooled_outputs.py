@@ -76,8 +76,6 @@ def test_another_engine_computes_it_again_and_a_late_vector_is_ignored(processor
 
 def test_an_error_is_no_vector(processor):
     failed = EngineCoreOutput("r", [], FinishReason.ERROR, "NaN or infinite")
-    (answer,) = processor.process_outputs([failed]).request_outputs
-    failed = EngineCoreOutput("r", [], FinishReason.ERROR, "no numbers")
     (answer,) = outputs_after(processor, [failed])
     assert answer.outputs[0].finish_reason == "error"
     with pytest.raises(RuntimeError, match="request r: NaN or infinite"):
