@@ -1,6 +1,7 @@
 """Distribution of the tests over test processes (`pytest -n 3` of pytest-xdist).
 
-The unit is a file, so that its fixtures are created once. All tests that start Ray are one unit, so
+The unit is a file, so that its fixtures are created once. Long files come first, so that none of
+them is still running when the others are done. All tests that start Ray are one unit, so
 that only one cluster runs at a time. It comes first because it takes longest. Its process often
 waits while the others compute with a low priority, which does not slow down the cluster.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,21 @@ CLUSTERS = (
     "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
 """Prefixes of the ids of tests that start Ray."""
+SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+EXCLUDES_SLOW = re.compile(r"\bnot slow\b")
+LONG_FILES = (
+    "tests/engine/outputs/test_features.py",
+    "tests/cluster/text/grammar/test_answer_grammars.py",
+    "tests/cluster/api/server/test_loop_stall.py",
+    "tests/engine/drafts/test_mtp.py",
+    "tests/simulator/test_simulation.py",
+    "tests/cluster/text/parsers/test_parser_invariants.py",
+    "tests/kernels/test_narrow_vectors.py",
+    "tests/cluster/control/plan/test_control_state.py",
+    "tests/cluster/client/failover/test_handover.py",
+    "tests/cluster/test_local_weights.py",
+)
+"""The files that take longest, longest first. `pytest --slowest-files 40` shows them."""
 PRIORITY = 10
 
 
@@ -34,9 +51,30 @@ def starts_ray(test_id: str) -> bool:
     return test_id.startswith(CLUSTERS)
 
 
+def start_order(test_id: str) -> int:
+    """Returns the position of a test's unit. Units of the same position keep their order."""
+    name = test_id.partition("::")[0]
+    if starts_ray(test_id):
+        return 0
+    return 1 + LONG_FILES.index(name) if name in LONG_FILES else 1 + len(LONG_FILES)
+
+
+def is_slow(source: str) -> bool:
+    """Whether a test file marks all of its tests as slow."""
+    return SLOW_FILE.search(source) is not None
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import files whose tests are all excluded as slow: imports take most of the time of
+    a run without them."""
+    if collection_path.suffix != ".py" or not EXCLUDES_SLOW.search(config.option.markexpr or ""):
+        return None
+    return is_slow(collection_path.read_text()) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if is_one_of_several(config):
-        items.sort(key=lambda item: not starts_ray(item.nodeid))
+        items.sort(key=lambda item: start_order(item.nodeid))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -6,10 +6,13 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests import sharing
+from tests.slowest_files import COSTS, CPU, CostReporter, lines
 from tests.test_layers import ROOT
 
 STARTERS = {
@@ -37,6 +40,7 @@ STARTS_NONE = {
 TWO_THREADS = """
 import contextlib, os, pathlib, threading
 from tests import sharing
+from tests.slowest_files import COSTS, CPU, CostReporter, lines
 with contextlib.suppress(PermissionError):  # the tests may have a low priority themselves
     os.setpriority(os.PRIO_PROCESS, 0, 0)
 waiting = threading.Event()
@@ -59,6 +63,49 @@ def test_a_file_is_a_unit_and_what_starts_ray_is_one() -> None:
     )
     found = {sharing.unit(f"tests/e2e/{name}.py::test_a") for name in ("test_faults", "test_new")}
     assert found == {"clusters"}
+
+
+def test_ray_comes_first_and_then_the_long_files() -> None:
+    assert [name for name in sharing.LONG_FILES if not (ROOT / name).exists()] == []
+    ids = [f"{name}::test_a" for name in ("tests/e2e/test_new.py", *sharing.LONG_FILES)]
+    assert sorted(["tests/test_new.py::test_a", *reversed(ids)], key=sharing.start_order) == [
+        *ids,
+        "tests/test_new.py::test_a",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("expression", "source", "is_ignored"),
+    [
+        ("not slow", "pytestmark = pytest.mark.slow\n", True),
+        ("not gpu and not slow", "pytestmark = [pytest.mark.slow, pytest.mark.gpu]\n", True),
+        ("not slow", "pytestmark = [\n    pytest.mark.slow,\n]\n", True),
+        ("not slow", "@pytest.mark.slow\ndef test_a(): ...\n", False),
+        ("not slow", "pytestmark = pytest.mark.slow_variants\n", False),
+        ("not slow_variants", "pytestmark = pytest.mark.slow\n", False),
+        ("", "pytestmark = pytest.mark.slow\n", False),
+    ],
+)
+def test_files_of_slow_tests_are_not_imported_where_these_are_excluded(
+    tmp_path: Path, expression: str, source: str, is_ignored: bool
+) -> None:
+    path = tmp_path / "test_new.py"
+    path.write_text(source)
+    config: Any = SimpleNamespace(option=SimpleNamespace(markexpr=expression))
+    assert sharing.pytest_ignore_collect(path, config) == (is_ignored or None)
+
+
+def test_the_cost_of_a_file_is_the_sum_over_its_tests() -> None:
+    config: Any = SimpleNamespace(stash={COSTS: {}}, getoption=lambda _: 1)
+    reporter = CostReporter(config)
+    for name, cpu_s, wall_s in (("a.py::b", 2.0, 3.0), ("a.py::c[1]", 1.0, 1.0), ("d.py", 0.5, 0)):
+        for when in ("call", "teardown"):
+            properties = [(CPU, cpu_s)] if when == "teardown" else []
+            report: Any = SimpleNamespace(
+                nodeid=name, when=when, duration=wall_s / 2, user_properties=properties
+            )
+            reporter.pytest_runtest_logreport(report)
+    assert lines(config.stash[COSTS], 1) == ["        3.0    4.0      2  a.py"]
 
 
 def test_every_file_that_may_start_ray_belongs_to_their_unit() -> None:

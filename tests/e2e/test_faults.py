@@ -68,7 +68,11 @@ def assert_kept(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "moment"), [("kill-engine", "rescale-prepare"), ("stop-worker", "prefill")]
+    ("fault", "moment"),
+    [
+        ("kill-engine", "rescale-prepare"),
+        pytest.param("stop-worker", "prefill", marks=pytest.mark.slow_variants),
+    ],
 )
 def test_dense(dense: Trial, fault: str, moment: str) -> None:
     assert_kept(dense.cell(fault_types.named(fault), moments.named(moment)))

@@ -239,7 +239,9 @@ async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
     await some_seconds()
 
 
+@pytest.mark.slow_variants
 def test_the_stages_of_a_pipeline_on_two_hosts(hosts):
+    """The engines below that share experts connect workers of two hosts in the same way."""
     with serving(hosts, NANO, "parallel.pipeline=2", ONE_WORKER_A_HOST) as cluster:
         assert sorted(cluster.worker_hosts()[0]) == [0, 1]
         assert_kept(*asyncio.run(answers_while(cluster, cluster.urls, some_seconds)))

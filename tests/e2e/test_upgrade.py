@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +25,7 @@ MODEL = "nano"
 STREAMS = 8
 SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
 UPGRADE_S = 400.0
+STOP_S = 240.0
 
 
 def upgrade(
@@ -76,12 +79,17 @@ def assert_pure(before: list[Answer], after: list[Answer], answers: list[Answer]
 
 @pytest.fixture
 def running() -> Iterator[Cluster]:
+    """Two engines. The cluster ends as a service of systemd, which by default sends SIGTERM to
+    every process: Ray's GCS is gone before the command has stopped anything."""
     with Cluster(NANO, *SETTINGS, "parallel.data=2") as started:
         deadline = time.monotonic() + UPGRADE_S
         while started.get("/admin/cluster").json()["state"] != "serving":
             assert time.monotonic() < deadline
             time.sleep(0.1)
         yield started
+        for pid in (*started.named("gcs_server"), started.process.pid):
+            os.kill(pid, signal.SIGTERM)
+        assert started.process.wait(STOP_S) == 0, started.lines
 
 
 def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_back(

@@ -215,19 +215,6 @@ def test_a_signal_to_the_whole_group_ends_all_in_order():
         cluster.kill()
 
 
-def test_a_ray_that_ends_before_us_does_not_hold_up_the_end():
-    """Sends SIGTERM to the GCS first. By default systemd signals every process of a service."""
-    cluster = Cluster(NANO)
-    cluster.wait_for("ready: ")
-    try:
-        for pid in (*cluster.named("gcs_server"), cluster.process.pid):
-            os.kill(pid, signal.SIGTERM)
-        assert cluster.process.wait(timeout=SOON_S) == 0, cluster.lines
-        cluster.assert_gone()
-    finally:
-        cluster.kill()
-
-
 def test_processes_of_ray_are_in_other_groups(cluster):
     groups = {pid: os.getpgid(pid) for pid in cluster.members()}
     assert len(groups) > 5

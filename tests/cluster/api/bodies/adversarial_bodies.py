@@ -6,7 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from swell.cluster.text.schema.json_size import (
@@ -61,6 +61,16 @@ def with_field(path: str, name: str, raw: bytes, **extra: Any) -> bytes:
     return post(path, json.dumps(head)[:-1].encode() + f', "{name}": '.encode() + raw + b"}")
 
 
+def _some_routes(kinds: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Yields route, field and kind: each kind in three routes, and each route with its share of the
+    kinds."""
+    fields = [*FIELD.items()]
+    for number, kind in enumerate(kinds):
+        for turn in range(_ROUTES_PER_KIND):
+            path, field = fields[(number + turn) % len(fields)]
+            yield path, field, kind
+
+
 def at_every_route() -> Iterator[tuple[str, bytes]]:
     """Yields bodies whose main field is damaged. All routes share one reader, so each kind of
     damage goes to three routes, and each route gets six kinds. Damage outside the main field goes
@@ -81,11 +91,8 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
         "huge number": b"[" + b"1" * BODY + b"]",
         "small": b"[" + fill(b"{}", 7000) + b"]",
     }
-    fields = [*FIELD.items()]
-    for number, (name, raw) in enumerate(values.items()):
-        for turn in range(_ROUTES_PER_KIND):
-            path, field = fields[(number + turn) % len(fields)]
-            yield f"{path} {name}", with_field(path, field, raw)
+    for path, field, name in _some_routes(values):
+        yield f"{path} {name}", with_field(path, field, values[name])
     for path in FIELD:
         long_name = b'{"model": "fake", "' + b"x" * BODY + b'": 1}'
         yield f"{path} long unknown field", post(path, long_name)
@@ -95,16 +102,15 @@ def at_every_route() -> Iterator[tuple[str, bytes]]:
         yield f"{path} many unknown fields", post(path, b"{" + keys + b"}")
 
 
-def just_within() -> Iterator[tuple[str, bytes]]:
-    """Yields each kind of JSON value, as large as a body may be, in fields that accept any
-    value."""
+def _values_just_within() -> dict[str, bytes]:
+    """Returns each kind of JSON value, as large as a body may be."""
     nodes = MAX_NODES - 64
 
     def some(part: bytes, count: int) -> bytes:
         return b"[" + b",".join([part] * count) + b"]"
 
     keys = ",".join(f'"k{index}":1' for index in range(nodes)).encode()
-    values = {
+    return {
         "numbers": some(b"131071", MAX_VALUES - 64),
         "floats": some(b"12345.678901234", MAX_VALUES - 64),
         "texts": some(b'"ab"', nodes),
@@ -118,13 +124,24 @@ def just_within() -> Iterator[tuple[str, bytes]]:
         "long numbers": some(b"1." + b"1" * 120 + b"e-300", MAX_SLOW_NUMBERS - 64),
         "long integers": some(b"1" * 127, MAX_SLOW_NUMBERS - 64),
     }
-    for path, field in FIELD.items():
-        for name, raw in values.items():
-            yield f"{path} just within: {name}", with_field(path, field, raw)
+
+
+def just_within() -> Iterator[tuple[str, bytes]]:
+    """Yields the largest values in the main fields of three routes each, and in two fields that
+    accept any value."""
+    values = _values_just_within()
+    for path, field, name in _some_routes(values):
+        yield f"{path} just within: {name}", with_field(path, field, values[name])
     for name, raw in values.items():
         yield f"metadata just within: {name}", with_field(TEXT, "metadata", raw)
         schema = b'{"json": {"enum": ' + raw + b"}}"
         yield f"schema just within: {name}", with_field(TEXT, "structured_outputs", schema)
+
+
+def just_within_at_every_route() -> Iterator[tuple[str, bytes]]:
+    for path, field in FIELD.items():
+        for name, raw in _values_just_within().items():
+            yield f"{path} just within: {name}", with_field(path, field, raw)
 
 
 def conversations() -> Iterator[tuple[str, bytes]]:

@@ -1,13 +1,16 @@
 """No hostile request blocks the others: measures the loop of the ingress while it serves hostile
 requests.
 
-The requirement is 50 ms. The bound here is wider because the machine has other load. `pytest -s`
-prints the time of each request.
+The requirement is 50 ms. The bound here is wider because the machine has other load. On a slower
+machine it is wider still: it grows with the time of a fixed piece of work. `pytest -s` prints the
+time of each request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,7 +22,10 @@ from tests.cluster.text import tokenizers_for_tests
 
 pytestmark = pytest.mark.slow
 
-BOUND_S = 0.25
+LEAST_BOUND_S = 0.25
+WORK = b"[" + b"1," * (1 << 20) + b"1]"
+BOUND_WORKS = 6
+"""The bound as a multiple of the time in which `json` reads WORK."""
 KINDS = (
     hostile.heads,
     hostile.at_every_route,
@@ -31,7 +37,18 @@ KINDS = (
     hostile.accepted,
     hostile.histories,
     hostile.packed,
+    pytest.param(hostile.just_within_at_every_route, marks=pytest.mark.slow_variants),
 )
+
+
+@pytest.fixture(scope="module")
+def bound_s() -> float:
+    def work_s() -> float:
+        start_s = time.process_time()
+        json.loads(WORK)
+        return time.process_time() - start_s
+
+    return max(LEAST_BOUND_S, BOUND_WORKS * min(work_s() for _ in range(3)))
 
 
 async def gaps_of(
@@ -50,14 +67,14 @@ async def gaps_of(
     return gaps
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_no_request_stops_the_loop(
-    tmp_path: Path, kind: Callable[[], Iterator[tuple[str, bytes]]]
+    tmp_path: Path, kind: Callable[[], Iterator[tuple[str, bytes]]], bound_s: float
 ) -> None:
     gaps = asyncio.run(gaps_of(kind, tmp_path, None))
-    assert {name: gap for name, gap in gaps.items() if gap > BOUND_S} == {}
+    assert {name: gap for name, gap in gaps.items() if gap > bound_s} == {}
 
 
-def test_no_answer_stops_the_loop(tmp_path: Path) -> None:
+def test_no_answer_stops_the_loop(tmp_path: Path, bound_s: float) -> None:
     gaps = asyncio.run(gaps_of(hostile.long_answers, tmp_path, [7] * 10))
-    assert {name: gap for name, gap in gaps.items() if gap > BOUND_S} == {}
+    assert {name: gap for name, gap in gaps.items() if gap > bound_s} == {}
