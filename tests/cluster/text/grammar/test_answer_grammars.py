@@ -29,6 +29,11 @@ CHOOSING = [name for name in WITH_TOOLS if name != "gpt_oss"]
 header (test_harmony.py)."""
 OPENERS = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<|tool_call|>")
 OPENERS += ("<｜tool▁calls▁begin｜>", "<|tool_calls_section_begin|>")
+CUT_OFF: tuple[dict[str, Any], ...] = (
+    {},
+    {"response_format": FORM},
+    {"parallel_tool_calls": False},
+)
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -151,9 +156,14 @@ def test_forced_calls_that_are_cut_off_show_no_markup(name: str):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"response_format": FORM}, {"parallel_tool_calls": False}], ids=str
+    ("name", "fields"),
+    [
+        pytest.param(name, fields, marks=[pytest.mark.slow_variants] if (at + turn) % 3 else [])
+        for at, name in enumerate(CHOOSING)
+        for turn, fields in enumerate(CUT_OFF)
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", CHOOSING)
 def test_chosen_calls_that_are_cut_off_show_no_markup(name: str, fields: dict[str, Any]):
     body = request(tools=STRICT, reasoning_effort="none", **fields)
     answer = walk(name, body, likes=OPENERS)

@@ -171,9 +171,26 @@ def written(name: str, *, required: bool, parallel: bool = True, special: dict[s
     return answer(calls, special=special, required=required, start_markers=start_markers)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-@pytest.mark.parametrize("required", [False, True])
-@pytest.mark.parametrize(("name", "special"), _OPTIONS)
+_PAIRS, _OTHERS = [], [pytest.mark.slow_variants]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "special", "required", "parallel"),
+    [
+        pytest.param(
+            *option.values,
+            required,
+            parallel,
+            marks=(_PAIRS, _OTHERS)[odd],
+            id=f"{option.id}-{required}-{parallel}",
+        )
+        for at, option in enumerate(_OPTIONS)
+        for required in (False, True)
+        for parallel in (False, True)
+        for odd in [(at + required + parallel) % 2]
+    ],
+)
 def test_every_sentence_is_read_as_valid_calls(
     llg: Any, tokenizer: Any, name: str, special: dict[str, int], required: bool, parallel: bool
 ) -> None:
