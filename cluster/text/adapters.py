@@ -38,13 +38,13 @@ class LoadedAdapters:
         name = shown(adapter.name)
         if not self._config.enabled:
             raise AdapterRefused(
-                f"adapter {name} cannot be loaded: lora.enabled=false; set it, or name the adapter "
-                "in lora.adapters"
+                f"adapter {name} cannot be loaded: lora.enabled=false; set lora.enabled=true, or "
+                "list the adapter in lora.adapters"
             )
         if adapter.name in (*self._config.adapters, self._model):
             raise AdapterRefused(
-                f"the name {name} is that of the model or of an adapter of lora.adapters, which "
-                "stay as they are; give another one"
+                f"the name {name} belongs to the model or to an adapter of lora.adapters, which "
+                "cannot be replaced; choose another name"
             )
         others = tuple(one for one in self.all if one.name != adapter.name)
         if others != self.all and not in_place:
@@ -54,8 +54,8 @@ class LoadedAdapters:
             )
         if len(others) >= MAX_ADAPTERS:
             raise AdapterRefused(
-                f"adapter {name} cannot be loaded: {len(others)} are, and no more than "
-                f"{MAX_ADAPTERS} may be; unload one"
+                f"adapter {name} cannot be loaded: {len(others)} adapters are loaded, and the "
+                f"limit is {MAX_ADAPTERS}; unload one"
             )
         self.all = (*others, adapter)
         self._on_change()
@@ -66,7 +66,7 @@ class LoadedAdapters:
         others = tuple(one for one in self.all if one.name != name)
         if others == self.all:
             stays = name in self._config.adapters
-            why = "is of lora.adapters, and stays" if stays else "was not loaded"
+            why = "is listed in lora.adapters" if stays else "was not loaded"
             raise AdapterRefused(f"the lora adapter {shown(name)} cannot be unloaded: it {why}")
         self.all = others
         self._on_change()

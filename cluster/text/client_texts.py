@@ -80,8 +80,8 @@ def own_segments(
         own = _without_marks(control.split(marked), begin, end)
     elif masked is None:
         raise BadRequest(
-            "messages hold texts of control tokens that the chat template does not take as text; "
-            "leave them out, or set model.special_tokens_in_text=control",
+            "messages contain texts of control tokens that the chat template does not accept as "
+            "text; leave them out, or set model.special_tokens_in_text=control",
             "messages",
             "chat_template_error",
         )
@@ -135,9 +135,9 @@ def _unused(count: int, texts: Sequence[str]) -> list[str]:
     free = list(islice((char for char in map(chr, _PRIVATE) if char not in used), count))
     if len(free) < count:
         raise BadRequest(
-            f"messages hold all but {len(free)} of the {len(_PRIVATE)} private-use characters of "
-            f"Unicode (U+E000 to U+F8FF), and at least {count} must be free; leave them out, or "
-            "set model.special_tokens_in_text=control",
+            f"messages contain all except {len(free)} of the {len(_PRIVATE)} private-use "
+            f"characters of Unicode (U+E000 to U+F8FF), and at least {count} must be unused; "
+            "leave some out, or set model.special_tokens_in_text=control",
             "messages",
         )
     return free

@@ -41,7 +41,10 @@ def check(config: Config) -> None:
         return
     model = _read_json(folder / "config.json", "a model folder holds one")
     if not model.get("architectures") and not model.get("model_type"):
-        raise ConfigError(f"{folder / 'config.json'} names no architecture")
+        raise ConfigError(
+            f"{folder / 'config.json'} has neither 'architectures' nor "
+            "'model_type'; copy it from the original model"
+        )
     if is_sharded(config.model):
         check_sharded(config)
     elif config.model.load_format != "dummy":
@@ -81,7 +84,7 @@ def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dic
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path} holds no JSON object")
+        raise ConfigError(f"{path} does not contain a JSON object")
     return data
 
 
@@ -91,10 +94,10 @@ def _check_weights(folder: Path) -> None:
         return
     if not (folder / _INDEX).is_file():
         raise ConfigError(
-            f"{folder} holds no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
-            "model.load_format=dummy to run with random ones"
+            f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
+            "model.load_format=dummy to run with random weights"
         )
-    index = _read_json(folder / _INDEX, "it lists the shards", MAX_INDEX_BYTES)
+    index = _read_json(folder / _INDEX, "it lists the weight shards", MAX_INDEX_BYTES)
     shards = set(index.get("weight_map", {}).values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
@@ -124,11 +127,12 @@ def _check_whole(path: Path) -> None:
             default=0,
         )
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise ConfigError(f"{path} is no safetensors file; copy it there again") from None
+        raise ConfigError(f"{path} is not a safetensors file; copy it there again") from None
     whole_bytes = 8 + header_bytes + data_bytes
     if size_bytes != whole_bytes:
         raise ConfigError(
-            f"{path} has {size_bytes} bytes of {whole_bytes}: it is damaged; copy it there again"
+            f"{path} is damaged: it has {size_bytes} bytes, and its header says {whole_bytes}; "
+            "copy it there again"
         )
 
 
@@ -139,7 +143,7 @@ def _check_split(config: Config, model: dict[str, Any]) -> None:
     if isinstance(heads, int) and heads % parallel.tensor:
         raise ConfigError(
             f"parallel.tensor={parallel.tensor} does not divide the model's {heads} attention "
-            f"heads; take a divisor of {heads}"
+            f"heads; set it to a divisor of {heads}"
         )
     if isinstance(layers, int) and layers < parallel.pipeline:
         raise ConfigError(

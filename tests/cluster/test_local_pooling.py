@@ -38,9 +38,9 @@ def test_embeddings_and_their_scores(tmp_path):
         assert len(cut.prompt_token_ids) == 3
         scores = torch.tensor([one.outputs.score for one in llm.score(TEXTS[0], TEXTS)])
         torch.testing.assert_close(scores, wanted @ wanted[0], **TOLERANCE)
-        with pytest.raises(BadRequest, match="pools, and generates no text"):
+        with pytest.raises(BadRequest, match="generates no text"):
             llm.generate("a")
-        with pytest.raises(BadRequest, match="gives embeddings, and no classes"):
+        with pytest.raises(BadRequest, match="returns embeddings and has no classes"):
             llm.classify("a")
         with pytest.raises(BadRequest, match=r"151 tokens in prompt\[1\]"):
             llm.embed(["a", "b" * 150])

@@ -69,7 +69,7 @@ def test_those_of_the_configuration_stay_beside_them(llama: Folders) -> None:
         names = list(llama.reference) * 2
         found = ids_of(llm.generate([PROMPTS[1]] * len(names), GREEDY, adapter=names))
         assert found == [llama.reference[name][1] for name in names]
-        with pytest.raises(ValueError, match="stay as they are"):
+        with pytest.raises(ValueError, match="cannot be replaced"):
             llm.load_adapter(next(iter(own)), llama.adapters["mlp"])
 
 

@@ -61,10 +61,10 @@ class GrammarChecker:
                 return reason
             status = self._end(process)
         if status == -signal.SIGPROF:
-            return f"it takes more than {CPU_S:g} s to compile"
+            return f"it takes more than {CPU_S:g} s of CPU time to compile"
         if status == -signal.SIGKILL:
-            return f"it is not compiled within {WALL_S:g} s"
-        return f"it needs more than {MEMORY_BYTES >> 20} MiB, or nests too deeply"
+            return f"it did not compile within {WALL_S:g} s"
+        return f"it needs more than {MEMORY_BYTES >> 20} MiB, or is nested too deeply"
 
     def close(self) -> None:
         """Kills the process, even one that is suspended; the next check starts another."""

@@ -33,7 +33,7 @@ def compile_lark(text: str, param: str) -> Grammar:
     """
     reason = _reason(check_bytes(text, param, MAX_LARK_BYTES))
     if reason.startswith(_NOTHING_FITS):
-        reason = "no text fits it"
+        reason = "no text matches it"
     if reason:
         raise BadRequest(f"{param} is refused: {reason}", param, "invalid_grammar")
     return Grammar(text)
@@ -53,7 +53,9 @@ def check_bytes(text: str, param: str, limit: int = MAX_BYTES) -> bytes:
     try:
         data = text.encode()
     except UnicodeEncodeError:
-        raise BadRequest(f"{param} holds a lone surrogate, which is no text", param) from None
+        raise BadRequest(
+            f"{param} contains a lone surrogate, which is not valid Unicode", param
+        ) from None
     if len(data) > limit:
         raise BadRequest(f"{param} has {len(data)} bytes; at most {limit} are allowed", param)
     return data

@@ -158,7 +158,7 @@ def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[st
         del given["json_object"]
     if len(given) != 1:
         raise BadRequest(
-            f"structured_outputs must give exactly one of {', '.join(_KINDS)}; it gives "
+            f"structured_outputs must set exactly one of {', '.join(_KINDS)}; it sets "
             f"{' and '.join(given) or 'none'}",
             param or "structured_outputs",
         )
@@ -193,9 +193,9 @@ def _json(
 ) -> GrammarFragment:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
-        raise bad_value(param, schema, "is no JSON schema: an object or true")
+        raise bad_value(param, schema, "is not a JSON schema; send an object or true")
     if schema is False:
-        raise BadRequest(f"{param}=false is a schema that no answer fits", param)
+        raise BadRequest(f"{param}=false is a schema that no answer can match", param)
     schema = {} if schema is True else schema
     own = schema.get("$id")
     for reference in _references(schema, param):
@@ -203,8 +203,8 @@ def _json(
             isinstance(own, str) and own and reference.startswith(own)
         ):
             raise BadRequest(
-                f"{param} refers to {shown(reference)}: nothing is fetched; put the schema under "
-                "$defs and refer to '#/$defs/<name>'",
+                f"{param} refers to {shown(reference)}, but the server fetches no schemas; put "
+                "the schema under $defs and refer to '#/$defs/<name>'",
                 param,
             )
     try:
@@ -214,7 +214,9 @@ def _json(
     except SchemaError as error:
         raise BadRequest(f"{param} {error}", param, "invalid_grammar") from None
     except (TypeError, ValueError) as error:
-        raise BadRequest(f"{param} holds what JSON cannot write: {error}", param) from None
+        raise BadRequest(
+            f"{param} contains a value that JSON cannot represent: {error}", param
+        ) from None
 
 
 def _parsed(text: str, param: str) -> Any:
@@ -244,8 +246,8 @@ def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
         if not level:
             return
     raise BadRequest(
-        f"{param} has more than {MAX_SCHEMA_DEPTH} levels of objects and arrays; give inner "
-        "schemas a name under $defs",
+        f"{param} has more than {MAX_SCHEMA_DEPTH} levels of objects and arrays; move inner "
+        "schemas to $defs",
         param,
     )
 
@@ -262,9 +264,11 @@ def _regex(value: str, param: str, _keywords: SchemaKeywords) -> GrammarFragment
 
 def _choice(value: list[str], param: str, _keywords: SchemaKeywords) -> GrammarFragment:
     if not value:
-        raise bad_value(param, value, "has nothing to choose from")
+        raise bad_value(param, value, "must have at least one text")
     if len(value) > MAX_CHOICES:
-        raise BadRequest(f"{param} holds {len(value)} texts; at most {MAX_CHOICES} fit", param)
+        raise BadRequest(
+            f"{param} holds {len(value)} texts; at most {MAX_CHOICES} are allowed", param
+        )
     for index, text in enumerate(value):
         if not text:
             raise bad_value(f"{param}[{index}]", text, _NO_CHARACTER)

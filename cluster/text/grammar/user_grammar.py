@@ -45,8 +45,8 @@ def _from_gbnf(grammar: str, param: str) -> str:
     size = len(grammar.encode())
     if size > MAX_GBNF_BYTES:
         raise BadRequest(
-            f"{param} has {size} bytes; a grammar in GBNF may have {MAX_GBNF_BYTES}. Write it in "
-            "Lark's notation, or shorter",
+            f"{param} has {size} bytes; at most {MAX_GBNF_BYTES} are allowed for a grammar in "
+            "GBNF. Shorten it, or write it in Lark's notation",
             param,
         )
     try:
@@ -55,7 +55,7 @@ def _from_gbnf(grammar: str, param: str) -> str:
     except RecursionError:
         raise BadRequest(f"{param} nests its parentheses too deeply", param) from None
     except Exception as error:  # the converter raises plain exceptions
-        raise BadRequest(f"{param} is no GBNF: {error}", param, "invalid_grammar") from None
+        raise BadRequest(f"{param} is not valid GBNF: {error}", param, "invalid_grammar") from None
 
 
 def _plain_escape(match: re.Match[str]) -> str:

@@ -29,8 +29,8 @@ def check_one_ofs(merger: SchemaMerger) -> None:
         path, options = merger.one_ofs.pop()
         if not _all_disjoint(merger, options):
             raise SchemaError(
-                f"has {path}, which is only held where its schemas evidently exclude each other; "
-                "use anyOf"
+                f"has {path}, which can only be enforced if its schemas clearly exclude each "
+                "other; use anyOf"
             )
 
 

@@ -71,7 +71,8 @@ def _read(
         seen.add(id(node))
         if len(seen) > _MAX_SCHEMAS:
             raise SchemaError(
-                f"has more than {_MAX_SCHEMAS} schemas beside {at(path, 'unevaluatedProperties')}"
+                f"has more than {_MAX_SCHEMAS} schemas next to "
+                f"{at(path, 'unevaluatedProperties')}; use fewer"
             )
         found.names |= dict.fromkeys(mapped(node, "properties", path))
         found.patterns |= dict.fromkeys(mapped(node, "patternProperties", path))

@@ -80,7 +80,7 @@ class _Writer:
         self._find_writable()
         if root not in self._writable:
             why = f": {self._merger.reasons[0]}" if self._merger.reasons else ""
-            raise SchemaError(f"is a schema that no answer fits{why}")
+            raise SchemaError(f"is a schema that no answer can match{why}")
         for index in self._reachable(root):
             self._lines.append(f"r{index}: {' | '.join(self._alternatives(index))}")
         head = ['%llguidance {"ignore_once": true}', f"start: r{root}"]
@@ -90,7 +90,7 @@ class _Writer:
         key = None if place is None else tuple(map(id, place))
         if key not in self._indexes:
             if len(self._places) == MAX_RULES:
-                raise SchemaError(f"makes a grammar of more than {MAX_RULES} rules")
+                raise SchemaError(f"needs a grammar of more than {MAX_RULES} rules; simplify it")
             self._indexes[key] = len(self._places)
             self._places.append(place)
         return self._indexes[key]
@@ -172,7 +172,7 @@ class _Writer:
             return self._named(number_terminal(numbers), "N")
         except UnsupportedNumber as error:
             if numbers.multiple_of is None:
-                raise SchemaError(f"has a bound of a number that {error}") from None
+                raise SchemaError(f"has a bound for a number that {error}") from None
         return self._named(multiple_rule(numbers), "m")
 
     def _array(self, shape: ArrayShape) -> str:

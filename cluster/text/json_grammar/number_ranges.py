@@ -179,9 +179,7 @@ def _needed(bound: Decimal | None, side: int) -> Decimal | None:
     if bound is None or bound * side > _NEVER_ABOVE:
         return None
     if len(number_text(bound)) > MAX_BOUND_DIGITS:
-        raise UnsupportedNumber(
-            f"has more than {MAX_BOUND_DIGITS} digits, which is the most that a bound may have"
-        )
+        raise UnsupportedNumber(f"has more than {MAX_BOUND_DIGITS} digits, the limit")
     return bound
 
 
@@ -262,7 +260,7 @@ def _divisor(numbers: NumberRange) -> list[str]:
     while (step * 10**decimals).denominator != 1:
         decimals += 1
         if decimals > MAX_FRACTION_DIGITS:
-            raise UnsupportedNumber("is no decimal number")
+            raise UnsupportedNumber("is not a decimal number")
     units, found = (step * 10**decimals).numerator, []
     for shown in range(1 if numbers.integer else decimals + 1):
         found += _multiples(units // math.gcd(units, 10 ** (decimals - shown)), shown)
@@ -278,7 +276,9 @@ def _multiples(units: int, decimals: int) -> list[str]:
         return ["[0-9]+" + (rf"\.[0-9]{{{decimals}}}" if decimals else "")]
     count = next((n for n in range(1, 20) if 10**n % units == 0), None)
     if count is None or 10**count // units > MAX_LAST_DIGITS:
-        raise UnsupportedNumber("is no number whose multiples show in their last digits")
+        raise UnsupportedNumber(
+            "is not a number whose multiples can be recognized by their last digits"
+        )
     endings = [f"{value:0{count}}" for value in range(0, 10**count, units)]
     if count <= decimals:
         return [rf"[0-9]+\.[0-9]{{{decimals - count}}}({'|'.join(endings)})"]

@@ -97,8 +97,8 @@ class ObjectMembers:
             num_states += len(states)
             if num_states > MAX_STATES or (self._counts and len(self.names) > MAX_COUNTED):
                 raise SchemaError(
-                    f"counts {len(self.names)} properties in minProperties or maxProperties, which "
-                    "is more than can be held; leave the bounds out"
+                    f"has {len(self.names)} properties with minProperties or maxProperties, which "
+                    "is more than can be enforced; leave out these bounds"
                 )
             levels.append([*states])
         for state in levels[-1]:

@@ -60,7 +60,7 @@ def merge_objects(
     names |= dict.fromkeys(required)
     patterns = dict.fromkeys(pattern for one in merged for pattern in one.patterns)
     if len(names) > MAX_PROPERTIES:
-        raise SchemaError(f"has {len(names)} properties; at most {MAX_PROPERTIES} can be held")
+        raise SchemaError(f"has {len(names)} properties; at most {MAX_PROPERTIES} are allowed")
     properties = {}
     for name in names:
         matched = {pattern for pattern in patterns if _is_found(pattern, name, is_empty)}
@@ -94,7 +94,9 @@ def _is_found(pattern: str, name: str, is_empty: Callable[[str], bool]) -> bool:
     """Returns whether a name matches a pattern. The library decides, in a process that has
     limits."""
     if json.dumps(name, ensure_ascii=False) != f'"{name}"':
-        raise SchemaError(f"has patternProperties beside the property {name!r}, which has escapes")
+        raise SchemaError(
+            f"has patternProperties together with the property {name!r}, whose name needs escapes"
+        )
     return not is_empty(f"{_text(name)} & {_name_of(pattern)}")
 
 
@@ -157,8 +159,8 @@ def _split_names(
         parts = split
         if len(parts) > MAX_NAME_PARTS:
             raise SchemaError(
-                f"has {len(patterns)} patterns about the names of one object, by which names are "
-                f"of more than {MAX_NAME_PARTS} kinds; write fewer patterns, and some that exclude "
-                "each other"
+                f"has {len(patterns)} patterns for the names of one object, which overlap in more "
+                f"than {MAX_NAME_PARTS} ways; use fewer patterns, or patterns that exclude each "
+                "other"
             )
     return parts

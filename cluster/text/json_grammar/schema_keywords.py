@@ -76,7 +76,7 @@ class SchemaKeywords:
         references = self._references = References(schema)
         root = self._node(schema, "", 0)
         if root is False:
-            raise SchemaError("is a schema that no answer fits")
+            raise SchemaError("is a schema that no answer can match")
         cleaned: dict[str, Any] = {} if root is True else root
         return self._with_definitions(cleaned, schema, references)
 
@@ -111,10 +111,10 @@ class SchemaKeywords:
         self._num_nodes += 1
         if depth > MAX_SCHEMA_DEPTH or self._num_nodes > MAX_NODES:
             raise SchemaError(
-                f"has more than {MAX_SCHEMA_DEPTH} levels, or {MAX_NODES} schemas, in it"
+                f"contains more than {MAX_SCHEMA_DEPTH} levels or {MAX_NODES} schemas"
             )
         if depth and "$id" in node and "'$ref'" in repr(node):
-            raise SchemaError(f"has {at(path, '$id')}, and references in that part; leave it out")
+            raise SchemaError(f"has {at(path, '$id')} in a part with references; leave out the $id")
         cleaned = dict(node)
         for keyword in sorted(_RULES.keys() & node.keys(), key=_ORDER.__getitem__):
             rest = _RULES[keyword](self, cleaned, path)
@@ -167,8 +167,8 @@ class SchemaKeywords:
             where = at(path, keyword)
             if not self._ignore:
                 raise SchemaError(
-                    f"has {where}={shown_value(node[keyword])}, which cannot be held while an "
-                    "answer is written: leave it out, or set serve.schema_keywords=ignore"
+                    f"has {where}={shown_value(node[keyword])}, which cannot be enforced while an "
+                    "answer is generated: leave it out, or set serve.schema_keywords=ignore"
                 )
             self.ignored[at(self._prefix, where)] = None
         return _without(node, *keywords)
@@ -343,7 +343,9 @@ def _format(_keywords: SchemaKeywords, node: _Node, _path: str) -> _Node:
 def _pattern(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     pattern = node["pattern"]
     if not isinstance(pattern, str):
-        raise SchemaError(f"has {at(path, 'pattern')}={shown_value(pattern)}, which must be a text")
+        raise SchemaError(
+            f"has {at(path, 'pattern')}={shown_value(pattern)}, which must be a string"
+        )
     split = split_lookahead(pattern)
     if split is None:
         return keywords.refuse(node, path, "pattern")

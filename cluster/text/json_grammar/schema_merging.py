@@ -145,7 +145,7 @@ class SchemaMerger:
         if self._num_probes == MAX_PROBES or self._probes_s > MAX_PROBES_S:
             raise SchemaError(
                 f"needs more than {MAX_PROBES} comparisons of patterns with names, or more than "
-                f"{MAX_PROBES_S:g} s for them; use fewer patterns, and shorter ones"
+                f"{MAX_PROBES_S:g} s for them; use fewer or shorter patterns"
             )
         self._num_probes += 1
         begun_s = time.monotonic()
@@ -171,7 +171,7 @@ class SchemaMerger:
 
     def _check(self, node: Node) -> None:
         for keyword in sorted(CLEANED & set(node)):
-            raise SchemaError(f"refers to a part that has {keyword!r}; put it under $defs")
+            raise SchemaError(f"refers to a part that has {keyword!r}; move this part to $defs")
 
     def _without(self, node: Node, *keywords: str) -> Node:
         key = (id(node), keywords)
@@ -200,8 +200,8 @@ class SchemaMerger:
             self._num_merged += 1
             if len(seen) > MAX_SCHEMAS or self._num_merged > MAX_MERGED:
                 raise SchemaError(
-                    f"has more than {MAX_SCHEMAS} schemas about one value, or its allOf and anyOf "
-                    f"combine {MAX_MERGED}; write fewer alternatives"
+                    f"has more than {MAX_SCHEMAS} schemas for one value, or more than "
+                    f"{MAX_MERGED} combinations of allOf and anyOf; use fewer alternatives"
                 )
             self._kept[id(node)] = node
             rest = self._without(node, "$ref", "allOf") if {"$ref", "allOf"} & set(node) else node

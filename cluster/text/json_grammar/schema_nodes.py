@@ -67,7 +67,9 @@ def _typed(node: dict[str, Any], key: str, path: str, kind: type, name: str) -> 
 def checked(node: Any, path: str) -> Schema:
     if not isinstance(node, dict | bool):
         place = f"at {path} " if path else ""
-        raise SchemaError(f"has {place}{shown_value(node)}, which is no schema: an object or true")
+        raise SchemaError(
+            f"has {place}{shown_value(node)}, which is not a schema; a schema is an object or true"
+        )
     return node
 
 
@@ -84,11 +86,11 @@ class References:
         """Resolves `reference`, which is at `path`. Returns the steps to its target, and the schema
         there. An anchor is one step that begins with `#`."""
         if not isinstance(reference, str):
-            raise SchemaError(f"has {path}={shown_value(reference)}, which must be a text")
+            raise SchemaError(f"has {path}={shown_value(reference)}, which must be a string")
         where = reference.removeprefix(self._id)
         pointer = unquote(where.removeprefix("#"))
         if where and not where.startswith("#"):
-            raise SchemaError(f"refers to {shown_value(reference)}, which is not in it")
+            raise SchemaError(f"refers to {shown_value(reference)}, which is not inside it")
         if pointer and not pointer.startswith("/"):
             return (f"#{pointer}",), checked(self._anchor(pointer), path)
         node: Any = self._root
@@ -98,7 +100,7 @@ class References:
                 node = node[int(name)] if isinstance(node, list) else node[name]
             except (KeyError, IndexError, TypeError, ValueError):
                 raise SchemaError(
-                    f"refers at {path} to {pointer!r}, and {pointer!r} does not exist"
+                    f"refers at {path} to {pointer!r}, which does not exist"
                 ) from None
         return tuple(steps), checked(node, path)
 

@@ -47,9 +47,11 @@ def _count(node: Node, keyword: str, limit: int | None) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise SchemaError(f"has {keyword}={shown_value(value)}, which must be a count")
+        raise SchemaError(
+            f"has {keyword}={shown_value(value)}, which must be an integer of at least 0"
+        )
     if limit is not None and value > limit:
-        raise SchemaError(f"has {keyword}={value}; at most {limit} can be held")
+        raise SchemaError(f"has {keyword}={value}; at most {limit} is allowed")
     return value
 
 

@@ -108,7 +108,9 @@ def search_expression(pattern: str) -> str:
     body = pattern[not head : len(pattern) - ends]
     inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
     if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
-        raise ValueError(f"has the pattern {pattern!r}: ^ and $ may only stand around all of it")
+        raise ValueError(
+            f"has the pattern {pattern!r}: ^ and $ are only allowed at its beginning and end"
+        )
     return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
 
 

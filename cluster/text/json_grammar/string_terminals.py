@@ -82,8 +82,8 @@ def multiple_rule(numbers: NumberRange) -> str:
     high = min(most_steps, most_steps if most is None else most)
     if low > high or step.numerator > MAX_MULTIPLE or step.denominator > 10**6:
         raise SchemaError(
-            f"has multipleOf={_number(numbers.multiple_of)} beside bounds, which can only be held "
-            f"up to {MAX_MULTIPLE}"
+            f"has multipleOf={_number(numbers.multiple_of)} together with bounds, which can only "
+            f"be enforced up to {MAX_MULTIPLE}"
         )
     kind = "integer" if numbers.integer else "number"
     return library_rule(

@@ -107,7 +107,7 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
         _check_tokens("allowed_token_ids", params.allowed_token_ids, vocab_size, vocab_size)
     if params.allowed_token_ids == []:
         raise BadRequest(
-            "allowed_token_ids=[] allows no token; name one at least, or leave it out to allow all",
+            "allowed_token_ids=[] allows no token; list at least one, or leave it out to allow all",
             "allowed_token_ids",
         )
     _check_bias(params.logit_bias, vocab_size)
@@ -125,8 +125,7 @@ def check_ranges(params: SamplingParams) -> None:
         raise BadRequest([head, Field("max_tokens"), f"={params.max_tokens}"], "min_tokens")
     if params.best_of is not None and params.best_of < params.n:
         raise BadRequest(
-            f"best_of={params.best_of} is below n={params.n}: no more answers can be kept than "
-            "are drawn",
+            f"best_of={params.best_of} is below n={params.n}; set best_of to at least n",
             "best_of",
         )
 
@@ -137,8 +136,8 @@ def check_num_children(prompts: int, params: SamplingParams, limit: int) -> None
     each, field = (params.n, "n") if params.best_of is None else (params.best_of, "best_of")
     if isinstance(each, int) and prompts * each > limit:
         raise BadRequest(
-            f"{prompts} prompts with {field}={shown(each)} are {shown(prompts * each)} answers to "
-            f"draw; at most serve.max_children={limit} are allowed in one request",
+            f"{prompts} prompts with {field}={shown(each)} need {shown(prompts * each)} answers; "
+            f"at most serve.max_children={limit} are allowed in one request",
             field if each > 1 else "prompt",
         )
 
@@ -171,7 +170,7 @@ def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> None:
     for index, token in enumerate(token_ids):
         if type(token) is not int or not 0 <= token < vocab_size:
             known = f"0 .. {vocab_size - 1}, {vocab_size} in all"
-            rule = f"is no token id of this model; they are {known}"
+            rule = f"is not a token id of this model; valid ids are {known}"
             raise bad_value(f"{name}[{index}]", token, rule)
 
 
@@ -180,7 +179,9 @@ def num_utf8_bytes(name: str, text: str) -> int:
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
-        raise BadRequest(f"{name} holds a lone surrogate, which is no text", name) from None
+        raise BadRequest(
+            f"{name} contains a lone surrogate, which is not valid Unicode", name
+        ) from None
 
 
 def check_length(path: str, items: Sized, what: str, limit: int) -> None:
@@ -194,7 +195,7 @@ def check_total_chars(name: str, texts: list[str], limit: int) -> None:
     chars = sum(map(len, texts))
     if chars > limit:
         raise BadRequest(
-            f"{name} has {chars} characters together; at most {limit} are allowed", name
+            f"{name} has {chars} characters in total; at most {limit} are allowed", name
         )
 
 
@@ -209,7 +210,7 @@ def _check_strings(name: str, value: object, limit: int, limit_chars: int) -> No
     for index, text in enumerate(strings):
         path = f"{name}[{index}]" if isinstance(value, list) else name
         if not isinstance(text, str) or not text:
-            raise bad_value(path, text, "must be a string that is not empty")
+            raise bad_value(path, text, "must be a non-empty string")
         if len(text) > MAX_STOP_CHARS:
             rule = f"has {len(text)} characters; at most {MAX_STOP_CHARS} are allowed"
             raise bad_value(path, text, rule)
@@ -231,8 +232,8 @@ def _check_bias(bias: object, vocab_size: int) -> None:
         path = f"logit_bias[{shown(token)}]"
         if type(token) is not int or not 0 <= token < vocab_size:
             raise BadRequest(
-                f"{path}: {shown(token)} is no token id of this model; they are "
-                f"0 .. {vocab_size - 1}, {vocab_size} in all",
+                f"{path}: {shown(token)} is not a token id of this model; valid ids are 0 .. "
+                f"{vocab_size - 1}, {vocab_size} in all",
                 "logit_bias",
             )
         _BIAS.check(path, value)

@@ -101,6 +101,6 @@ def tool_format(name: str) -> type[ToolParser]:
 
 def _load(table: Mapping[str, str], what: str, name: str) -> Any:
     if name not in table:
-        raise ValueError(f"{what} {name!r} is unknown; known are {', '.join(sorted(table))}")
+        raise ValueError(f"{what} {name!r} is unknown; available: {', '.join(sorted(table))}")
     module, _, kind = table[name].partition(":")
     return getattr(import_module(module), kind)

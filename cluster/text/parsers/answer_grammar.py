@@ -134,8 +134,8 @@ def _inside(closing: str, reasoning: ReasoningGrammar, markers: tuple[str, ...])
         return [f"inside: thoughts {closing}", f"thoughts{limit}: THOUGHTS", f"THOUGHTS: {text}"]
     if budget is not None:
         raise ValueError(
-            f"the model ends its reasoning by the text {reasoning.closing!r}, which is no token of "
-            "its own; so a number of tokens cannot be held"
+            "a limit on reasoning tokens is not supported by this model: the text that ends its "
+            f"reasoning, {reasoning.closing!r}, is not a single token"
         )
     # A lazy lexeme ends with the first marker; another one would swallow its beginning.
     return [f"inside[lazy]: THOUGHTS {closing}", f"THOUGHTS: {_text(holding=markers)}"]

@@ -78,7 +78,7 @@ class StructuredOrCallsParser(AnswerReader):
         if self._chosen is None:
             self.push("")
             self._reading.throw(NotRead())
-        assert self._chosen is not None, "the beginning decides"
+        assert self._chosen is not None, "the beginning of the answer decides"
         return [*self._take_deltas(), *self._chosen.flush()]
 
     def stop_at(self, marker: str) -> None:

@@ -122,8 +122,8 @@ def parameters_of(tool: Tool) -> dict[str, Any]:
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(
-            f"parameters of tool {tool.name!r} have the type {kind!r}; arguments are an object: "
-            f'give "type": "object"'
+            f"parameters of tool {tool.name!r} have the type {kind!r}, but arguments are an "
+            'object; send "type": "object"'
         )
     return {**schema, "type": "object"}
 

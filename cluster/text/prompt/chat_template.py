@@ -112,7 +112,8 @@ class ChatTemplate:
             )
         if options.documents and "documents" not in (options.template or self.text):
             raise BadRequest(
-                "documents: the chat template writes no documents; put them into a message",
+                "documents: the model's chat template does not use documents; put them into a "
+                "message",
                 "documents",
                 "unsupported_value",
             )
@@ -163,9 +164,9 @@ class ChatTemplate:
             raise BadRequest(
                 [
                     f"messages[{index}].role={shown(role)} is not known to the model's chat "
-                    "template, which leaves such ",
+                    "template, which ignores such ",
                     Field("messages"),
-                    f" out; send one of {', '.join(ROLES)}",
+                    f"; send one of {', '.join(ROLES)}",
                 ],
                 f"messages[{index}].role",
                 "unsupported_value",
@@ -188,7 +189,7 @@ class ChatTemplate:
         reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
         whose = "this request's" if options.template else "the model's"
         raise BadRequest(
-            [f"{whose} chat template refuses these ", Field("messages"), f": {reason}"],
+            [f"{whose} chat template rejects these ", Field("messages"), f": {reason}"],
             "chat_template" if options.template else "messages",
             "chat_template_error",
         )

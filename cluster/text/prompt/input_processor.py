@@ -198,8 +198,9 @@ class InputProcessor(msgspec.Struct, frozen=True):
             raise bad_value(field, True, problem)
         if (whole := num_tokens * params.num_children) > MAX_ROUTED_TOKENS:
             problem = (
-                f"of up to {whole} tokens of prompts and answers; at most {MAX_ROUTED_TOKENS} are "
-                "returned. Send max_tokens, or fewer prompts or answers"
+                f"would return up to {whole} tokens of prompts and answers; at most "
+                f"{MAX_ROUTED_TOKENS} are allowed. Send a lower max_tokens, or request fewer "
+                "prompts or answers"
             )
             raise bad_value(field, True, problem)
 
@@ -252,7 +253,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
             return self.prompts.completion_prompts(prompt, options, field)
         if prompt.template.template is not None and not self.allow_chat_template:
             raise BadRequest(  # a template is a program
-                "chat_template is not taken from requests here; set "
+                "chat_template is not accepted in requests here; set "
                 "serve.request_chat_template=true, or serve.chat_template to a file",
                 "chat_template",
                 "unsupported_value",
@@ -298,8 +299,8 @@ def check_priority(priority: int, policy: str) -> None:
     """Raises `BadRequest` for a priority that the scheduler's policy does not read."""
     if priority and policy != "priority":
         rule = (
-            f"has no effect here: scheduler.policy={policy!r} takes requests as they "
-            "come; leave it out, or set scheduler.policy=priority"
+            f"has no effect here: scheduler.policy={policy!r} schedules requests in the order of "
+            "their arrival; leave it out, or set scheduler.policy=priority"
         )
         raise bad_value("priority", priority, rule, "unsupported_value")
 

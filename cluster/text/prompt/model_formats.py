@@ -84,8 +84,8 @@ class ModelFormats:
         """Raises BadRequest if the model cannot call tools."""
         if tools and self._tools is None:
             raise BadRequest(
-                "tools: the model's chat template has no known format of tool calls; "
-                "set serve.tool_parser to one, or send tool_choice='none'",
+                "tools: the model's chat template has no known format of tool calls; set "
+                "serve.tool_parser to the name of a format, or send tool_choice='none'",
                 "tools",
                 "unsupported_value",
             )
@@ -243,8 +243,8 @@ def _check_after_reasoning(
         compile_lark(behind.to_grammar(), param)
     except BadRequest:
         raise BadRequest(
-            f"{param} has only texts that begin with {reasoning.padding!r}, which behind reasoning "
-            "belongs to its end; leave it out, or send reasoning_effort='none'",
+            f"{param} only allows texts that begin with {reasoning.padding!r}, which is read as "
+            "part of the end of the reasoning; leave it out, or send reasoning_effort='none'",
             param,
         ) from None
 

@@ -29,7 +29,7 @@ def each_of(what: str, given: Any, kind: type, count: int) -> list[Any]:
     if isinstance(given, kind):
         return [given] * count
     if len(given) != count:
-        raise ValueError(f"{len(given)} {what} for {count} prompts; give one or {count}")
+        raise ValueError(f"{len(given)} {what} for {count} prompts; pass one or {count}")
     return list(given)
 
 

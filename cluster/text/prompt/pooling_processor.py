@@ -118,13 +118,13 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         """Raises `BadRequest` if the model does not support the task."""
         spec = self.spec
         if task == "embed" and not spec.embeds:
-            raise _wrong_task("gives classes, and no embeddings: POST /classify")
+            raise _wrong_task("is a classifier and returns no embeddings; use POST /classify")
         if task == "classify" and spec.embeds:
-            raise _wrong_task("gives embeddings, and no classes: POST /v1/embeddings")
+            raise _wrong_task("returns embeddings and has no classes; use POST /v1/embeddings")
         if task == "score" and not spec.embeds and spec.size != 1:
             raise _wrong_task(
-                f"has {spec.size} classes, and a pair of texts has a score where there is one: "
-                "POST /classify"
+                f"has {spec.size} classes, but a score of a pair of texts needs a model with one "
+                "class; use POST /classify"
             )
 
     def process(self, request: PoolingRequest) -> ProcessedRequest:
@@ -180,7 +180,9 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             return known.get(name, "") if name is not None else ""
         if name not in known:
             names = ", ".join(map(repr, known)) or "none"
-            raise bad_value("prompt_name", name, f"is no prompt of the model (known: {names})")
+            raise bad_value(
+                "prompt_name", name, f"is not the name of a prompt of the model; available: {names}"
+            )
         return known[name]
 
     def _prompt_for(self, input_type: str) -> str | None:
@@ -188,7 +190,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         one."""
         names = INPUT_TYPES.get(input_type.lower())
         if names is None:
-            rule = f"is no type of a text; send one of {', '.join(INPUT_TYPES)}"
+            rule = f"is not supported; send one of {', '.join(INPUT_TYPES)}"
             raise bad_value("input_type", input_type, rule)
         known = {name.lower(): name for name in self.spec.prompts}
         return next((known[name] for name in names if name in known), None)
@@ -217,7 +219,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
     def _dimensions(self, request: PoolingRequest) -> int:
         count = request.dimensions
         if count is not None and not 1 <= count <= self.spec.size:
-            rule = f"must be at least 1, and at most the model's {self.spec.size}"
+            rule = f"must be between 1 and {self.spec.size}, the size of the model's embeddings"
             raise bad_value("dimensions", count, rule)
         return count or 0
 
@@ -269,7 +271,10 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             return self.prompts.encode(first, options, field), 0
         backend = getattr(self.prompts.tokenizer, "backend_tokenizer", None)
         if backend is None:
-            rule = "is a pair or is cut, which the model's tokenizer, a slow one, does not do"
+            rule = (
+                "is a pair or needs truncation, which the model's slow (Python) tokenizer does "
+                "not support"
+            )
             raise bad_value(field, first, rule, "unsupported_value")
         parts = []
         for text, name in zip((first, second), fields, strict=True):
@@ -282,7 +287,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             special = backend.num_special_tokens_to_add(second is not None) if adds else 0
             room = self.prompts.kept_tokens(options.truncation) - special
             if room < len(parts):
-                rule = f"leaves no token of each text beside {special} special tokens"
+                rule = f"leaves no token of each text in addition to {special} special tokens"
                 count = options.truncation.tokens
                 raise bad_value("truncate_prompt_tokens", count, rule)
             for part, count in zip(parts, kept_of_each([len(p) for p in parts], room), strict=True):
@@ -318,7 +323,7 @@ def _wrong_task(problem: str) -> BadRequest:
 def generation_refusal(spec: PoolingSpec) -> BadRequest:
     """Returns the error for a request for generated text."""
     return _wrong_task(
-        "pools, and generates no text: POST "
+        "is a pooling model and generates no text; use POST "
         + ("/v1/embeddings" if spec.embeds else "/classify")
         + (", or serve it with model.runner=generate" if _can_generate(spec) else "")
     )
@@ -332,6 +337,6 @@ def _can_generate(spec: PoolingSpec) -> bool:
 def pooling_refusal() -> BadRequest:
     """Returns the error of a model that samples tokens for a pooling request."""
     return _wrong_task(
-        "generates text, and pools nothing; serve an embedding model, or, if its architecture is "
-        f"one of {', '.join(DECODERS)}, this one with model.runner=pooling"
+        "generates text and does not support pooling; serve an embedding model or, if the "
+        f"architecture is one of {', '.join(DECODERS)}, serve this model with model.runner=pooling"
     )

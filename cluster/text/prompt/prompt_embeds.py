@@ -80,17 +80,19 @@ def read_prompt_embeds(text: str, field: str) -> EmbedsPrompt:
     try:
         file = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise _refused(field, f"is no base64: {error}") from None
+        raise _refused(field, f"is not valid base64: {error}") from None
     tensor, data = _read_file(file, field)
     tokens, width = _shape(tensor, field)
     if tensor.dtype not in DTYPE_BYTES:
-        raise _refused(field, f"has a tensor of {shown(tensor.dtype)}")
+        raise _refused(field, f"has a tensor with the dtype {shown(tensor.dtype)}")
     size = tokens * width * DTYPE_BYTES[tensor.dtype]
     if tensor.data_offsets != (0, size) or len(data) != size:
         what = f"{list(tensor.data_offsets)} of {len(data)} bytes"
-        raise _refused(field, f"has its tensor at {what}; {tensor.shape} needs [0, {size}]")
+        raise _refused(
+            field, f"has its tensor at {what}; the shape {tensor.shape} needs [0, {size}]"
+        )
     if not _all_finite(tensor.dtype, data):
-        raise _refused(field, "holds NaN or infinity")
+        raise _refused(field, "contains NaN or infinity")
     embeds = PromptEmbeds(cast(Any, tensor.dtype), width, data)
     name = hashlib.blake2b(f"{tensor.dtype} {width} ".encode(), digest_size=16)
     name.update(data)
@@ -109,14 +111,14 @@ def check_embeds(prompts: Sequence[EmbedsPrompt], width: EmbedsWidth | None, fie
     accepts none."""
     if width is None:
         raise BadRequest(
-            f"{field} is not taken here; set model.prompt_embeds=true, or send the prompt as text "
-            "or token ids",
+            f"{field} is not accepted here; set model.prompt_embeds=true, or send the prompt as "
+            "text or token ids",
             field,
             "unsupported_value",
         )
     for prompt in prompts:
         if width.numbers not in (None, prompt.embeds.width):
-            rule = f"has embeddings of {prompt.embeds.width} numbers; the model's have"
+            rule = f"has embeddings with {prompt.embeds.width} numbers; the model's have"
             raise BadRequest(f"{field} {rule} {width.numbers}", field, "invalid_prompt_embeds")
 
 
@@ -128,8 +130,8 @@ def check_params(
     sent_bytes = params.num_children * sum(len(prompt.embeds.data) for prompt in prompts)
     if sent_bytes > MAX_CHILDREN_BYTES:
         raise BadRequest(
-            f"{field} of {params.num_children} answers to each prompt has {sent_bytes} bytes; at "
-            f"most {MAX_CHILDREN_BYTES} are sent to engines: request fewer answers at once",
+            f"{field} for {params.num_children} answers to each prompt has {sent_bytes} bytes; at "
+            f"most {MAX_CHILDREN_BYTES} are sent to engines. Request fewer answers at once",
             field,
         )
     if echo:
@@ -143,7 +145,7 @@ def check_params(
 
 
 def needs_tokens(name: str, value: Any, field: str) -> BadRequest:
-    rule = f"needs the tokens of the prompt, and {field} has none; leave it out"
+    rule = f"needs the tokens of the prompt, but {field} has none; leave it out"
     return bad_value(name, value, rule, "unsupported_value")
 
 
@@ -151,22 +153,22 @@ def _read_file(file: bytes, field: str) -> tuple[_Tensor, bytes]:
     """Returns the description of the one tensor, and the bytes after the header."""
     header_bytes = int.from_bytes(file[:8], "little")
     if len(file) < 8 or not 0 < header_bytes <= len(file) - 8:
-        raise _refused(field, f"is no safetensors file ({len(file)} bytes)")
+        raise _refused(field, f"is not a safetensors file ({len(file)} bytes)")
     if header_bytes > _MAX_HEADER_BYTES:
-        limit = f"at most {_MAX_HEADER_BYTES} are taken"
+        limit = f"at most {_MAX_HEADER_BYTES} are allowed"
         raise _refused(field, f"has a header of {header_bytes} bytes; {limit}")
     try:
         header = json.loads(file[8 : 8 + header_bytes])
         header.pop("__metadata__", None)
         (tensor,) = msgspec.convert(header, dict[str, _Tensor]).values()
     except (ValueError, AttributeError, TypeError, RecursionError):
-        raise _refused(field, "has no header of one tensor") from None
+        raise _refused(field, "has no valid header with exactly one tensor") from None
     return tensor, file[8 + header_bytes :]
 
 
 def _shape(tensor: _Tensor, field: str) -> tuple[int, int]:
     if len(tensor.shape) != 2 or not all(0 < size < 2**31 for size in tensor.shape):
-        raise _refused(field, f"has a tensor of the shape {shown(tensor.shape)}")
+        raise _refused(field, f"has a tensor with the shape {shown(tensor.shape)}")
     tokens, width = tensor.shape
     return tokens, width
 

@@ -244,7 +244,7 @@ class PromptProcessor:
         tokenizing it."""
         num_bytes = num_utf8_bytes(field, text)
         if num_bytes > limit:
-            rule = f" has {num_bytes} bytes, and no more than {limit} bytes can fit."
+            rule = f" has {num_bytes} bytes, and at most {limit} bytes can fit."
             end = " Please reduce the length of the input."
             raise self._exceeded([Field(field), rule, end], field)
 

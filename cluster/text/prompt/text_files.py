@@ -53,7 +53,7 @@ def text_files(model: ModelConfig) -> dict[str, str]:
     }
     config = parse_json(read_file(folder / _CONFIG, MAX_CONFIG_BYTES))
     if not isinstance(config, dict):
-        raise ValueError(f"{folder / _CONFIG} holds no JSON object")
+        raise ValueError(f"{folder / _CONFIG} does not contain a JSON object")
     for key in _CONFIG_KEYS:
         found[f"{_CONFIG}: {key}"] = json.dumps(config.get(key))
     width = load_embeds_width(model)

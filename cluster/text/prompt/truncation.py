@@ -60,9 +60,9 @@ def kept_tokens(truncation: Truncation, max_model_len: int, min_answer_tokens: i
     longest = max_model_len - min_answer_tokens
     if not 1 <= count <= longest:
         raise BadRequest(
-            f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens of the "
-            f"prompt beside {truncation.reserved_tokens} of the answer; it must leave "
-            f"at least one, and at most {longest} (max_model_len={max_model_len})",
+            f"truncate_prompt_tokens={truncation.tokens} leaves {max(count, 0)} tokens for the "
+            f"prompt and {truncation.reserved_tokens} for the answer; it must leave 1 to "
+            f"{longest} tokens for the prompt (max_model_len={max_model_len})",
             "truncate_prompt_tokens",
         )
     return count

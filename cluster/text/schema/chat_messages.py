@@ -77,16 +77,17 @@ class ChatMessage(HistoryPart, kw_only=True):
             self.refuse_unsupported(path + ".")
         if self.role not in ROLES and not _NAME.match(self.role):
             rule = (
-                f"must be one of {', '.join(ROLES)}, or a role of the chat template's: {_NAME_RULE}"
+                f"must be one of {', '.join(ROLES)}, or another role that the chat template "
+                f"knows: {_NAME_RULE}"
             )
             raise bad_value(f"{path}.role", self.role, rule)
         if self.tool_calls or self.function_call is not None:
             self._check_calls(path)
         if self.tool_call_id == "":
-            raise bad_value(f"{path}.tool_call_id", "", "must be the id of a call; it is empty")
+            raise bad_value(f"{path}.tool_call_id", "", "must be the id of a call, and not empty")
         if self.content is None and self.role != "assistant":
             raise BadRequest(
-                f"{path}.content is missing: a message of role {self.role!r} needs text",
+                f"{path}.content is missing: a message with role {self.role!r} needs text",
                 f"{path}.content",
             )
         if isinstance(self.content, list):
@@ -97,8 +98,8 @@ class ChatMessage(HistoryPart, kw_only=True):
         for name in ("tool_calls", "function_call"):
             if getattr(self, name) and self.role != "assistant":
                 raise BadRequest(
-                    f"{path}.{name} stands in a message of role {self.role!r}; only 'assistant' "
-                    "calls tools",
+                    f"{path}.{name} is not allowed in a message with role {self.role!r}; only "
+                    "'assistant' calls tools",
                     f"{path}.{name}",
                 )
         for index, call in enumerate(self.tool_calls or ()):
@@ -111,7 +112,7 @@ class ChatMessage(HistoryPart, kw_only=True):
                     [
                         f"{path}.function_call and ",
                         Field(f"{path}.tool_calls"),
-                        " both say what was called; send tool_calls",
+                        " are both set; send only tool_calls",
                     ],
                     f"{path}.function_call",
                 )
@@ -155,13 +156,13 @@ def _check_part(part: ContentPart, path: str) -> None:
 def check_messages(messages: list[ChatMessage]) -> None:
     """Checks messages, and converts calls of the older API to the newer form."""
     if not messages:
-        raise bad_value("messages", messages, "must hold at least one message")
+        raise bad_value("messages", messages, "must have at least one message")
     for index, message in enumerate(messages):
         message.check_at(f"messages[{index}]")
     own = {message.role for message in messages} - {*ROLES, "function"}
     if len(own) > MAX_OWN_ROLES:
         raise BadRequest(
-            f"messages have {len(own)} roles beside {', '.join(ROLES)}; at most {MAX_OWN_ROLES} "
+            f"messages have {len(own)} roles besides {', '.join(ROLES)}; at most {MAX_OWN_ROLES} "
             "are allowed",
             "messages",
         )
@@ -182,7 +183,7 @@ def _upgrade_function_call(messages: list[ChatMessage]) -> None:
         elif message.role == "function":
             name = message.name or ""
             if name not in called:
-                rule = "of role 'function' is the name of no earlier function_call"
+                rule = "of role 'function' is not the name of an earlier function_call"
                 raise bad_value(f"messages[{index}].name", message.name, rule)
             message.role, message.tool_call_id = "tool", called[name]
 
@@ -266,8 +267,8 @@ class NamedToolChoice(RequestBody, kw_only=True, omit_defaults=True):
         for name in ("function", "allowed_tools"):
             if (getattr(self, name) is not None) != (self.type == name):
                 raise BadRequest(
-                    f"tool_choice.type={self.type!r} needs tool_choice.{self.type}, and no other "
-                    "field beside it",
+                    f"tool_choice.type={self.type!r} needs tool_choice.{self.type} and no other "
+                    "field",
                     f"tool_choice.{name}",
                 )
 
@@ -306,18 +307,18 @@ def check_tools(tools: list[ToolDefinition] | None, choice: ToolChoice | None) -
         return
     if not names:
         sent = msgspec.to_builtins(choice)
-        raise bad_value("tool_choice", sent, "needs tools, and tools is empty")
+        raise bad_value("tool_choice", sent, "needs tools, but tools is empty")
     if not isinstance(choice, NamedToolChoice):
         return
     choice.check()
     chosen = call_rules(choice).names
-    assert chosen is not None, "an object names tools"
+    assert chosen is not None, "a tool choice that is an object names tools"
     if not chosen:
         rule = "allows no tool; send tool_choice='none'"
         raise bad_value("tool_choice.allowed_tools.tools", [], rule)
     for name in sorted(chosen.difference(names)):
         raise BadRequest(
-            f"tool_choice names {shown(name)}, which tools does not hold; they are {shown(names)}",
+            f"tool_choice names {shown(name)}, which is not in tools; available: {shown(names)}",
             "tool_choice",
         )
 
@@ -334,5 +335,9 @@ def _check_tool(tool: ToolDefinition, path: str, before: list[str]) -> str:
     if not _NAME.match(name):
         raise bad_value(f"{path}.function.name", name, f"must be {_NAME_RULE}")
     if name in before:
-        raise bad_value(f"{path}.function.name", name, "is the name of an earlier tool too")
+        raise bad_value(
+            f"{path}.function.name",
+            name,
+            "is also the name of an earlier tool; give each tool its own name",
+        )
     return name

@@ -113,12 +113,12 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
         elif len(body) <= MAX_EXPLAINED_BYTES:
             keys = _find_surrogate(json.loads(text, parse_constant=constants.append))
             if constants:
-                what = f"the body is not valid JSON: {constants[0]} is no JSON number"
+                what = f"the body is not valid JSON: {constants[0]} is not a JSON number"
             elif keys is not None:
                 param = join_path(keys)[:MAX_PATH_CHARS] or None
                 what = (
-                    f"{param or 'the body'} holds a lone surrogate (half of a \\uD800-\\uDFFF "
-                    "pair), which is no text"
+                    f"{param or 'the body'} contains a lone surrogate (half of a \\uD800-\\uDFFF "
+                    "pair), which is not valid Unicode"
                 )
     except UnicodeDecodeError as flaw:
         what = f"the body is not UTF-8: {flaw.reason} at byte {flaw.start}"
@@ -193,7 +193,7 @@ def _explain_validation(
     if str(error).startswith(_MISSING):
         return BadRequest(f"the required field {full!r} is missing", full, "missing_field")
     if not path:
-        return BadRequest(f"the body is wrong: {rule}", None, "invalid_type")
+        return BadRequest(f"the body is invalid: {rule}", None, "invalid_type")
     found, value = _lookup(body, path)
     head = f"{path}={shown(value)}" if found else path
     return BadRequest(f"{head}: {rule}", path, "invalid_type")

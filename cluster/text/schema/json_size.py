@@ -58,8 +58,8 @@ def check_size(body: bytes) -> None:
         ):
             if count > limit:
                 raise BadRequest(
-                    f"the body holds more than {limit} {name}, and at most so many are allowed; "
-                    "split the request, or send texts in UTF-8 without escapes",
+                    f"the body has more than {limit} {name}, the limit; split the request, or "
+                    "send texts in UTF-8 without escapes",
                     code="request_too_large",
                 )
 

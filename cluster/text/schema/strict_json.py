@@ -51,8 +51,8 @@ class _Levels:
     def begin(self, *, is_object: bool) -> None:
         if len(self.open) == MAX_DEPTH:
             raise BadRequest(
-                f"{self.path} is in {MAX_DEPTH} objects and arrays already; at most so many may be "
-                "in each other",
+                f"{self.path} is nested more than {MAX_DEPTH} levels deep; at most {MAX_DEPTH} "
+                "objects and arrays may be inside each other",
                 self.path,
                 "too_deep",
             )
@@ -71,7 +71,7 @@ class _Levels:
         level.at = msgspec.json.decode(token, type=str)
         if level.at in level.names:
             raise BadRequest(
-                f"the field {shown(self.path)} stands more than once; send it once",
+                f"the field {shown(self.path)} appears more than once; send it once",
                 self.path,
                 "repeated_field",
             )
@@ -80,7 +80,8 @@ class _Levels:
     def take_number(self, token: bytes) -> None:
         if math.isinf(float(token)):
             raise BadRequest(
-                f"{self.path}={shown(token.decode())} is beyond the numbers that a computer has",
+                f"{self.path}={shown(token.decode())} is too large for a 64-bit floating point "
+                "number",
                 self.path,
                 "invalid_type",
             )

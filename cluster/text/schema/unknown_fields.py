@@ -74,7 +74,10 @@ class StrippedFields(msgspec.Struct):
             if raw != _NULL:
                 if fields.get(target, _NULL) != _NULL:
                     other = self.aliases.get(target, target)
-                    raise BadRequest(f"{name} and {other} mean the same; send one of them", name)
+                    raise BadRequest(
+                        f"{name} and {other} are two names of the same field; send one of them",
+                        name,
+                    )
                 fields[target] = raw
                 self.aliases[target] = name
         elif name in table.neutral:

@@ -31,8 +31,8 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
         plain = _encode(tokenizer, word.lstrip(), index)
         if not plain:
             rule = (
-                "has no token: spaces and line ends in front are left out; a token that is nothing "
-                "else can be named in logit_bias"
+                "has no token: spaces and line ends at its beginning are ignored; to ban a token "
+                "of spaces or line ends, use logit_bias"
             )
             raise bad_value(f"bad_words[{index}]", word, rule)
         forms = [plain]
@@ -48,8 +48,8 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
     count = sum(map(len, sequences))
     if count > MAX_BAD_WORD_TOKENS:
         raise BadRequest(
-            f"bad_words have {count} tokens in all forms; at most {MAX_BAD_WORD_TOKENS} are "
-            "allowed",
+            f"bad_words have {count} tokens in all tokenized forms together; at most "
+            f"{MAX_BAD_WORD_TOKENS} are allowed",
             "bad_words",
         )
     return sequences

@@ -105,7 +105,7 @@ class PieceTable(dict[int, Piece]):
         for token, token_id in sorted(self._backend.get_vocab().items(), key=lambda item: item[1]):
             if token.isalnum() and token.isascii() and token not in self._special:
                 return int(token_id)
-        raise ValueError("the vocabulary holds no plain word to compare with")
+        raise ValueError("the vocabulary has no plain word to compare with")
 
 
 class _InvalidUtf8Run:

@@ -47,8 +47,8 @@ def load_tokenizer(path: str) -> Any:
     folder = Path(path)
     if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
-            f"model.path={path!r} holds no tokenizer: one of {', '.join(TOKENIZER_FILES)} is "
-            "needed; copy it there from the original model"
+            f"model.path={path!r} has no tokenizer: it needs one of {', '.join(TOKENIZER_FILES)}; "
+            "copy it there from the original model"
         )
     from transformers import AutoTokenizer
 
@@ -80,8 +80,8 @@ def load_model_eos_token_ids(path: str) -> list[int]:
         ids = value if isinstance(value, list) else [value]
         if not all(type(i) is int and i >= 0 for i in ids):
             raise ConfigError(
-                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is no token id: it has to "
-                "be an integer of at least 0, or a list of such; write it without quotes"
+                f"{Path(path) / name}: eos_token_id={json.dumps(value)} is not a token id; it "
+                "must be an integer of at least 0, or a list of such integers, without quotes"
             )
         return list(ids)
     return []

@@ -79,10 +79,10 @@ unknown = edit("config.json", architectures=["WhatIsThisForCausalLM"], model_typ
 
 # what is wrong -> (change of the model's folder, setting, a word of the error)
 CASES = {
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "", "holds no weights"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "", "has no weights"),
     "a missing shard": (shards, "", "model-2.safetensors"),
     "a truncated file": (truncate, "", "damaged"),
-    "no safetensors": (garble, "", "no safetensors file"),
+    "no safetensors": (garble, "", "not a safetensors file"),
     "no config": (lambda f: (f / "config.json").unlink(), "", "config.json"),
     "heads that do not divide": (unchanged, "parallel.tensor=3", "parallel.tensor=3"),
     "too many stages": (unchanged, "parallel.pipeline=64", "parallel.pipeline=64"),

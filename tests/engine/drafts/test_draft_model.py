@@ -190,8 +190,8 @@ def cut_off(folder: Path) -> str:
     [
         (str, "auto", ["is not a folder"]),
         (without("config.json"), "auto", ["config.json cannot be read"]),
-        (without("*.safetensors"), "auto", ["holds no weights"]),
-        (cut_off, "auto", ["no safetensors file"]),
+        (without("*.safetensors"), "auto", ["has no weights"]),
+        (cut_off, "auto", ["not a safetensors file"]),
         (lambda path: changed(path, vocab_size=300), "dummy", ["300 tokens", "model 320"]),
         (
             lambda path: changed(path, max_position_embeddings=512),

@@ -61,7 +61,9 @@ def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGramm
         rules += added
         size += sum(map(len, added))
         if size > MAX_BYTES:
-            raise ValueError(f"need a grammar of over {MAX_BYTES} bytes; allow fewer tools at once")
+            raise ValueError(
+                f"need a grammar of more than {MAX_BYTES} bytes; allow fewer tools at once"
+            )
     more = "" if kind.calls_share_section else f"nl {builder.marker(kind.section)} {body}"
     return CallGrammar(
         marker=kind.section,
@@ -89,7 +91,10 @@ class _ToolRules:
 
     def rules(self) -> list[str]:
         if not NAME.fullmatch(self._tool.name):
-            raise ValueError(f"tool {self._tool.name!r} has a name that no call can hold")
+            raise ValueError(
+                f"tool {self._tool.name!r} has a name that calls in this model's "
+                "format cannot contain; rename it"
+            )
         head = marker_expression(self._tool.name + self._markup.name_end, self._special)
         elements = [
             self._element(str(number), *argument)
@@ -101,8 +106,9 @@ class _ToolRules:
         schema = parameters_of(self._tool)
         for keyword in sorted(set(schema) - _KEYWORDS):
             raise ValueError(
-                f"parameters of tool {self._tool.name!r} have {keyword!r}, which calls in this "
-                "model's format cannot be held to; describe each argument under 'properties'"
+                f"parameters of tool {self._tool.name!r} have {keyword!r}, which cannot be "
+                "enforced in this model's format of calls; describe each argument under "
+                "'properties'"
             )
         return schema
 
@@ -113,7 +119,7 @@ class _ToolRules:
         required = field(self._schema, "required", list, [])
         for name in required:
             if not isinstance(name, str) or not KEY.fullmatch(name):
-                raise self._refused(name, "has a name that no call can hold")
+                raise self._refused(name, "has a name that calls cannot contain")
         others = self._schema.get("additionalProperties")
         for key in properties:
             if key in required or KEY.fullmatch(key):
@@ -168,6 +174,6 @@ class _ToolRules:
     def _refused(self, key: object, reason: str) -> ValueError:
         what = f"argument {key!r}" if key else "additionalProperties"
         return ValueError(
-            f"{what} of tool {self._tool.name!r} {reason}: calls in this model's format cannot be "
-            "held to it"
+            f"{what} of tool {self._tool.name!r} {reason}: this cannot be enforced in this "
+            "model's format of calls"
         )

@@ -73,8 +73,8 @@ class _Arguments:
         for name, one in properties.items():
             if not _NAME.fullmatch(name):
                 raise ValueError(
-                    f"{where} have the property {name!r}, and this format writes names without "
-                    f"quotes: use letters, digits and _"
+                    f"{where} have the property {name!r}, but this format writes names without "
+                    "quotes; use only letters, digits and _"
                 )
             value = self._value(one, f"{name!r} in the {where}", depth + 1)
             made.append(f"{literal(name + self._assign)} {value}")
@@ -93,10 +93,12 @@ class _Arguments:
 
     def _value(self, schema: Any, where: str, depth: int) -> str:
         if depth > MAX_DEPTH:
-            raise ValueError(f"{where} are more than {MAX_DEPTH} values inside each other")
+            raise ValueError(f"{where} are nested more than {MAX_DEPTH} levels deep")
         schema = {} if schema is True else schema
         if not isinstance(schema, dict):
-            raise ValueError(f"{where} have the schema {schema!r}, which is none of an argument")
+            raise ValueError(
+                f"{where} have the schema {schema!r}, which is not a schema of an argument"
+            )
         return self.value(schema, where, depth)
 
     def _rule(self, expression: str) -> str:
@@ -107,9 +109,8 @@ class _Arguments:
     def _check(self, schema: Mapping[str, Any], known: frozenset[str], where: str) -> None:
         for key in sorted(set(schema) - known - ANNOTATIONS - DEFINITIONS):
             raise ValueError(
-                f"{where} have {key!r} in their schema, which forced calls in this model's format "
-                f"cannot hold; leave it out, or let the model choose: tool_choice='auto' without "
-                f"'strict'"
+                f"{where} have {key!r} in their schema, which cannot be enforced in this model's "
+                "format of calls; leave it out, or send tool_choice='auto' without 'strict'"
             )
 
 
@@ -180,7 +181,7 @@ def _written(value: Any, where: str) -> str:
             items = ' "," '.join(_written(one, where) for one in value)
             return f'"[" {items} "]"'
         case dict():
-            raise ValueError(f"{where} are objects in an enum, which this format cannot hold")
+            raise ValueError(f"{where} are objects in an enum, which this format cannot enforce")
     return literal(json.dumps(value))
 
 

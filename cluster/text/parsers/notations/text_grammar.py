@@ -112,7 +112,7 @@ def field(
     """Returns the value of a keyword. Raises ValueError for a value of the wrong kind."""
     value = schema.get(keyword, default)
     if not isinstance(value, kind):
-        raise ValueError(f"has {keyword!r}, which is no {kind.__name__}")
+        raise ValueError(f"has {keyword!r}, which must be a {kind.__name__}")
     return value
 
 
@@ -140,7 +140,7 @@ def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, 
         if isinstance(reference, str):
             refers = True
             if not reference.startswith(("#/$defs/", "#/definitions/")):
-                raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is known here")
+                raise ValueError(f"refers to {reference!r}; only '#/$defs/...' is supported")
     shared = {key: root[key] for key in sorted(DEFINITIONS) if key in root}
     return {**shared, **schema} if refers else schema
 
@@ -186,7 +186,7 @@ class TextGrammar:
             checker.read(value)
             if checker.whole or any(one in value + self._end[:1] for one in self._forbidden):
                 raise ValueError(
-                    f"allows the text {value!r}, which would be read as something else"
+                    f"allows the text {value!r}, which would be parsed as another value"
                 )
         if not values:
             raise ValueError("allows no value")

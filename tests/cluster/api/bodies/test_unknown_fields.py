@@ -115,7 +115,7 @@ def test_long_names_are_not_kept():
         ({"routed_dp_rank": -1}, "routed_dp_rank", "routed_dp_rank=-1 must be at least 0"),
         ({"n_predict": {}}, "n_predict", "n_predict={}: expected integer"),
         ({"max_new_tokens": 1, "max_completion_tokens": 2}, "max_new_tokens", "max_new_tokens=1"),
-        ({"max_new_tokens": 1, "n_predict": 1}, "n_predict", "n_predict and max_new_tokens mean"),
+        ({"max_new_tokens": 1, "n_predict": 1}, "n_predict", "n_predict and max_new_tokens are"),
     ],
 )
 def test_a_refusal_names_the_field_that_was_sent(fields, param, error):

@@ -103,7 +103,7 @@ def test_the_openai_client(embedder):
     answer = client.embeddings.create(model="pool", input=TEXTS, dimensions=12)
     assert [len(one.embedding) for one in answer.data] == [12] * len(TEXTS)
     assert answer.usage.total_tokens > len(TEXTS)
-    with pytest.raises(BadRequestError, match="dimensions=0 must be at least 1, and at most"):
+    with pytest.raises(BadRequestError, match="dimensions=0 must be between 1 and"):
         client.embeddings.create(model="pool", input="a", dimensions=0)
 
 
@@ -125,11 +125,17 @@ def test_the_openai_client(embedder):
         ({"input": ["a", 3]}, "mixes its forms"),
         ({"input": [5000]}, "5000"),
         ({"input": ["a"] * 1025}, "input holds 1025 prompts; at most 1024"),
-        ({"input": "a", "dimensions": 65}, "dimensions=65 must be at least 1, and at most the"),
-        ({"input": "a", "prompt_name": "query"}, "prompt_name='query' is no prompt of the model"),
+        ({"input": "a", "dimensions": 65}, "dimensions=65 must be between 1 and"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name='query' is not the name of a prompt"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "truncate_prompt_tokens": 101}, "at most 100 (max_model_len=100)"),
-        ({"input": "a", "truncate_prompt_tokens": 2}, "leaves no token of each text beside 2"),
+        (
+            {"input": "a", "truncate_prompt_tokens": 101},
+            "1 to 100 tokens for the prompt (max_model_len=100)",
+        ),
+        (
+            {"input": "a", "truncate_prompt_tokens": 2},
+            "token of each text in addition to 2 special",
+        ),
         ({"input": "a", "truncation_side": "left"}, "has no effect without truncate_prompt_tokens"),
         ({"input": "a", "priority": 1, "model": "other"}, "the model 'other' does not exist"),
         ({"input": "a", "data_parallel_rank": -1}, "data_parallel_rank=-1 must be at least 0"),
@@ -245,11 +251,11 @@ def test_a_pooling_model_generates_no_text(embedder, classifier):
         ("/v1/messages", {"messages": messages, "max_tokens": 3, "model": "pool"}),
     ):
         error = post(embedder, path, 400, **body)["error"]
-        assert "pools, and generates no text: POST /v1/embeddings" in error["message"]
+        assert "generates no text; use POST /v1/embeddings" in error["message"]
     error = post(embedder, "/classify", 400, input="a")["error"]
-    assert "gives embeddings, and no classes" in error["message"]
+    assert "returns embeddings and has no classes" in error["message"]
     error = post(classifier, "/v1/embeddings", 400, input="a")["error"]
-    assert "gives classes, and no embeddings" in error["message"]
+    assert "returns no embeddings" in error["message"]
     error = post(classifier, "/score", 400, text_1="a", text_2="b")["error"]
     assert "has 3 classes" in error["message"]
 
@@ -263,7 +269,7 @@ def test_a_generating_model_pools_nothing():
             ("/rerank", {"query": "a", "documents": ["b"]}),
         ):
             error = post(server, path, 400, **body)["error"]
-            assert "generates text, and pools nothing" in error["message"]
+            assert "does not support pooling" in error["message"]
         server.answers()
 
 
@@ -276,7 +282,7 @@ def test_scores_of_embeddings_are_cosines(embedder):
     got = torch.tensor([one["score"] for one in answer["data"]])
     torch.testing.assert_close(got, torch.ones(len(TEXTS)), rtol=0, atol=TOLERANCE)
     error = post(embedder, "/score", 400, text_1=["a", "b"], text_2=["c"])["error"]
-    assert "text_1 holds 2 texts and text_2 1" in error["message"]
+    assert "text_1 has 2 texts and text_2 has 1" in error["message"]
     error = post(embedder, "/score", 400, text_1="a")["error"]
     assert "send either 'text_2' or 'documents'" in error["message"]
 

@@ -63,7 +63,7 @@ def test_what_a_configuration_needs(tmp_path: Path) -> None:
         found = ask(load(str(tmp_path), overrides))
     assert found.http_error is not None and "is in use" in found.http_error
     assert found.unreadable == {"serve.chat_template": "/no/where"}
-    assert found.model_error is not None and "names no architecture" in found.model_error
+    assert found.model_error is not None and "has neither 'architectures'" in found.model_error
     assert list(found.files) == ["config.json"]
 
 

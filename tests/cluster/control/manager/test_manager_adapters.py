@@ -67,9 +67,9 @@ def test_names_are_given_once() -> None:
     names.load(OTHER, in_place=True)
     assert names.all == (OTHER,) and len(changes) == 2
     for name in ("model", "own"):
-        with pytest.raises(AdapterRefused, match="stay as they are"):
+        with pytest.raises(AdapterRefused, match="cannot be replaced"):
             names.load(Adapter(name, "/x", "x"), in_place=True)
-    with pytest.raises(AdapterRefused, match=r"is of lora\.adapters, and stays"):
+    with pytest.raises(AdapterRefused, match=r"is listed in lora\.adapters"):
         names.unload("own")
     names.unload("one")
     with pytest.raises(AdapterRefused, match="was not loaded"):

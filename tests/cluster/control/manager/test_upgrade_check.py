@@ -106,7 +106,7 @@ def test_the_configuration_that_runs_is_refused_however_it_was_given(
         ({"scheduler__policy": "priority"}, "scheduler.policy"),
         ({"parallel__expert": True}, "parallel.expert=true .* one group"),
         ({"parallel__pipeline": 3}, "parallel.pipeline=3 is above the model's 2 layers"),
-        ({"model__load_format": "auto"}, "holds no weights"),
+        ({"model__load_format": "auto"}, "has no weights"),
     ],
 )
 def test_what_ingresses_use_is_refused_by_name(
@@ -275,8 +275,8 @@ def test_files_that_hang_hold_up_neither_the_manager_nor_other_upgrades(model: P
 BAD_FOLDERS: dict[str, tuple[dict[str, str | None], str]] = {
     "no config": ({"config.json": None}, r"config\.json cannot be read; a model folder holds one"),
     "no JSON": ({"config.json": "{"}, r"config\.json is not JSON"),
-    "a list": ({"config.json": "[]"}, r"config\.json holds no JSON object"),
-    "no architecture": ({"config.json": "{}"}, r"config\.json names no architecture"),
+    "a list": ({"config.json": "[]"}, r"config\.json does not contain a JSON object"),
+    "no architecture": ({"config.json": "{}"}, r"config\.json has neither 'architectures'"),
     "no tokenizer": (
         {"tokenizer.json": None, "chat_template.jinja": None},
         r"lacks chat_template\.jinja, tokenizer\.json, which .*model has; copy",
@@ -301,5 +301,5 @@ def test_a_bad_model_folder_is_refused_by_what_is_wrong_with_it(
 
 def test_a_model_folder_without_weights_is_refused(model: Path, tmp_path: Path) -> None:
     bad = make_model(tmp_path / "bad")
-    with pytest.raises(UpgradeRefused, match="holds no weights"):
+    with pytest.raises(UpgradeRefused, match="has no weights"):
         upgraded(configured(model), settings(bad, model__load_format="auto"))

@@ -266,7 +266,7 @@ def test_effort_none_is_no_reasoning(name: str):
 @pytest.mark.parametrize(
     ("choice", "reason"),
     [
-        (allowed("auto", "evil"), "names 'evil', which tools does not hold"),
+        (allowed("auto", "evil"), "names 'evil', which is not in tools"),
         (allowed("required"), "allows no tool"),
         ({"type": "allowed_tools"}, "needs tool_choice.allowed_tools"),
         ({"type": "function"}, "needs tool_choice.function"),
@@ -299,5 +299,5 @@ def test_names_of_tokens_are_written_by_a_model(name: str):
 
 
 def test_a_form_that_only_begins_with_a_line_break_is_refused_behind_reasoning():
-    with pytest.raises(BadRequest, match=r"begin with '.n', which behind reasoning"):
+    with pytest.raises(BadRequest, match=r"begin with '.n', which is read as part"):
         walk("qwen3", request(structured_outputs={"choice": ["\nq", "\nr"]}))

@@ -102,7 +102,7 @@ def test_nothing_is_fetched(schema):
     message = refused(json=schema).message
     reference = re.search(r'ef": "([^"]+)"', json.dumps(schema))
     assert reference is not None and reference[1] in message
-    assert "nothing is fetched" in message
+    assert "the server fetches no schemas" in message
 
 
 def test_data_that_looks_like_a_reference_is_none():

@@ -73,7 +73,7 @@ def test_formats_that_cannot_be_enforced_are_refused_with_the_reason(name):
     ("name", "reason"),
     [
         ("unknown type", "Invalid type: text"),
-        ("reference to nothing", "'/$defs/missing' does not exist"),
+        ("reference to nothing", "'/$defs/missing', which does not exist"),
         ("bounds that exclude all", "no number is an integer and at least 5 and at most 4"),
         ("pattern that is none", "unclosed character class"),
         ("look-ahead in the middle", "serve.schema_keywords=ignore"),

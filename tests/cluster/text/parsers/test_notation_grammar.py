@@ -130,5 +130,5 @@ def test_a_schema_inside_itself_is_bounded() -> None:
     for _ in range(40):
         schema = {"type": "array", "items": schema}
     tool = Tool("f", parameters={"type": "object", "properties": {"a": schema}})
-    with pytest.raises(ValueError, match="more than 32 values"):
+    with pytest.raises(ValueError, match="more than 32 levels"):
         tool_format("gemma4").call_grammar(GrammarBuilder([tool], True, {}))

@@ -88,7 +88,7 @@ DIAMONDS |= {"A0": {"type": "string"}}
 @pytest.mark.parametrize(
     ("parameters", "reason"),
     [
-        ({"minProperties": 1}, "parameters of tool 'f' have 'minProperties', which calls in this"),
+        ({"minProperties": 1}, "parameters of tool 'f' have 'minProperties', which cannot be"),
         ({"anyOf": [{"required": ["a"]}]}, "'anyOf'"),
         ({"patternProperties": {"a": {}}}, "'patternProperties'"),
         ({"properties": {"a>b": {}}, "required": ["a>b"]}, "argument 'a>b' of tool 'f' has a name"),

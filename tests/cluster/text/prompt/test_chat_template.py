@@ -108,7 +108,7 @@ def test_variables_may_not_take_our_names(name: str) -> None:
 
 
 def test_the_error_of_a_template_names_its_source() -> None:
-    with pytest.raises(BadRequest, match="this request's chat template refuses") as caught:
+    with pytest.raises(BadRequest, match="this request's chat template rejects") as caught:
         nano().render([USER], TemplateOptions(template="{% if %}"))
     assert caught.value.param == "chat_template"
 

@@ -116,7 +116,10 @@ def test_prompts_and_lower_case(tokenizer):
     lower = processor(tokenizer, prompts={"query": "Q: "}, lower_case=True)
     (prompt,) = lower.process(request("embed", "A B", prompt_name="query")).requests
     assert prompt.prompt_token_ids == ids("q: a b")
-    with pytest.raises(BadRequest, match=r"prompt_name='x' is no prompt .*known: 'query', 'none'"):
+    with pytest.raises(
+        BadRequest,
+        match=r"prompt_name='x' is not .*available: 'query', 'none'",
+    ):
         made.process(request("embed", "a", prompt_name="x"))
 
 

@@ -175,9 +175,9 @@ def test_a_template_that_knows_developer_gets_it() -> None:
     [
         (None, "no_chat_template", "/v1/completions"),
         ("{{ raise_exception('roles must alternate') }}", "chat_template_error", "alternate"),
-        ("{{ messages[0]['content'] + 1 }}", "chat_template_error", "refuses"),
-        ("{{ nothing.here }}", "chat_template_error", "refuses"),
-        ("{% if %}", "chat_template_error", "refuses"),
+        ("{{ messages[0]['content'] + 1 }}", "chat_template_error", "rejects"),
+        ("{{ nothing.here }}", "chat_template_error", "rejects"),
+        ("{% if %}", "chat_template_error", "rejects"),
         ("{{ '' }}", None, "empty"),
         ("{{ 'x ' * 1000 }}", "context_length_exceeded", "maximum context length"),
     ],
@@ -240,7 +240,7 @@ def test_invalid_end_token_ids(tmp_path: Path, value: object) -> None:
 
 
 def test_a_folder_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no tokenizer.*tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{broken")
     with pytest.raises(ConfigError, match="cannot be loaded"):
