@@ -167,8 +167,8 @@ class LimitedConnection(HttpToolsProtocol):
                 part = self._parsed(part)
         except httptools.HttpParserError:
             text = (
-                "the received bytes are not a valid HTTP/1.1 request, or the body does not match "
-                "its headers"
+                "the received bytes are not a valid request of HTTP/1.1, or the body does not "
+                "match its headers"
             )
             self._refusal = self._refusal or HTTPError(400, text, "invalid_request")
 

@@ -124,7 +124,7 @@ def test_a_response_that_lost_many_ingresses_has_failed(tmp_path: Path) -> None:
             await pass_lease(server)
             failed = checked(await retrieve("resp_dead"))
             assert (failed.status, failed.error.code) == ("failed", "server_error")
-            assert "gone" in failed.error.message
+            assert "were lost" in failed.error.message
             assert (await retrieve(begun.id)).status == "in_progress"
 
     asyncio.run(scenario())
