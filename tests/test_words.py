@@ -28,6 +28,7 @@ CHECKED = (
 
 MESSAGES_CHECKED = (
     "cluster/api",
+    "cluster/text",
     "configs",
     "coordinator",
     "engine",
