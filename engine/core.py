@@ -18,6 +18,7 @@ from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_us
 from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
 from swell.engine.kv.handover_files import make_claim
 from swell.engine.kv.handover_reads import ReadsOfFiles
+from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.request import Request
 from swell.engine.scheduling.drafter import make_drafter
 from swell.engine.scheduling.request_validation import invalid_reason, wrong_kind
@@ -35,8 +36,16 @@ from swell.worker.wire import (
 Outputs = dict[bytes, list[EngineCoreOutput]]
 """Ingress -> outputs of a step for it."""
 
+OnStart = Callable[[list[StartedRequest]], None]
+"""Called before a step is executed, with the requests that get their slots in it, and before an
+adapter is loaded, with the requests that wait for it."""
+
 _ADAPTER_WAIT_S = 0.01
 """How long an otherwise idle engine waits for an adapter before it reads its messages."""
+
+
+def ignore_started(started: list[StartedRequest]) -> None:
+    """Reports nothing, for a caller in the same process."""
 
 
 class EngineCore:
@@ -56,7 +65,7 @@ class EngineCore:
     ) -> None:
         """`clock`: seconds by a monotonic clock."""
         self._depth = config.scheduler.steps_in_flight if executor.overlaps else 1
-        self.wave_member = _new_wave_member(config, self._depth)
+        self.wave_member = _new_wave_member(config, self._depth, rank=0, incarnation=0)
         """Decides when to step; `take_messages` returns its messages."""
         self.num_dummy_steps = 0
         self.num_waves = 0
@@ -79,9 +88,6 @@ class EngineCore:
         self._num_weights = 0
         """Number of weight updates so far."""
         self._adapter_polls = 0
-        self.on_start: Callable[[list[StartedRequest]], None] = lambda started: None
-        """Called before a step is executed, with the requests that get their slots in it, and
-        before an adapter is loaded, with the requests that wait for it."""
         self.num_steps = 0
         """Number of steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -145,12 +151,19 @@ class EngineCore:
         self.scheduler.abort([request.request_id for request in dropped])
         return [*dropped, *self.adapters.abort_client(client)]
 
-    def step(self) -> Outputs:
+    def join_cluster(self, rank: int, incarnation: int) -> None:
+        """Takes the place of an engine in a cluster, before its first step there."""
+        self.wave_member = _new_wave_member(self.config, self._depth, rank, incarnation)
+
+    def step(self, on_start: OnStart = ignore_started) -> Outputs:
         """Runs `step_on` on this thread."""
-        return drive(self.step_on(THREADS))
+        return drive(self.step_on(THREADS, on_start=on_start))
 
     async def step_on(
-        self, runtime: Runtime, process_inputs: Callable[[], Awaitable[None]] | None = None
+        self,
+        runtime: Runtime,
+        process_inputs: Callable[[], Awaitable[None]] | None = None,
+        on_start: OnStart = ignore_started,
     ) -> Outputs:
         """Keeps steps in flight, waits for the oldest one, and returns its outputs.
 
@@ -160,8 +173,8 @@ class EngineCore:
         """
         try:
             if self.adapters.num_held:
-                await runtime.run(self._follow_adapters)
-            self._submit()
+                await runtime.run(self._follow_adapters, on_start)
+            self._submit(on_start)
             if not self._in_flight:
                 return self._with_failed({})
             scheduled, future = self._in_flight.popleft()
@@ -189,7 +202,7 @@ class EngineCore:
         self.num_waves += self.wave_member.wave != wave
         return self._with_failed(outputs)
 
-    def _follow_adapters(self) -> None:
+    def _follow_adapters(self, on_start: OnStart) -> None:
         """Starts pending adapter loads, and queues the requests whose adapters are loaded. If there
         is no step to compute, it waits briefly for a load."""
         self._adapter_polls += 1
@@ -205,7 +218,7 @@ class EngineCore:
                 self._failed.append({held.client: [answer]})
         commands = self.adapters.take_commands()
         if commands:
-            self.on_start(self.adapters.waiting_for(commands))
+            on_start(self.adapters.waiting_for(commands))
         for command in commands:
             self.executor.load_adapter(command)
         self._failed += map(_failure_of, failed)
@@ -236,7 +249,7 @@ class EngineCore:
                 outputs.setdefault(client, []).extend(answers)
         return outputs
 
-    def _submit(self) -> None:
+    def _submit(self, on_start: OnStart) -> None:
         """Submits steps until enough are in flight. In lockstep, steps without rows are submitted
         too, while one of the engines has work."""
         while self.wave_member.may_submit():
@@ -246,7 +259,7 @@ class EngineCore:
             elif scheduled is None:
                 return
             if scheduled.plan.new_requests:
-                self.on_start(scheduled.started())
+                on_start(scheduled.started())
             self.wave_member.submitted()
             self._reads.on_plan(scheduled.plan)
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
@@ -267,7 +280,7 @@ class EngineCore:
         were read."""
         self._in_flight.clear()
         self._reads.on_loss()
-        self.wave_member.in_flight = 0
+        self.wave_member.discard_steps()
         self.scheduler.preempt_all()
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
@@ -325,10 +338,9 @@ class EngineCore:
             self._weights = before
             raise
 
-    def begin_anew(self, path: str) -> None:
+    def reload(self, path: str) -> None:
         """Drops all requests and caches, for another server, and loads the weights of this folder
         into all workers. A sleeping core wakes up. Raises like `update_weights`."""
-        self.wave_member = _new_wave_member(self.config, self._depth)
         self.sleep_level = 0
         self._forget()
         self.update_weights(path)
@@ -347,7 +359,7 @@ class EngineCore:
 
     def _forget(self) -> None:
         self._in_flight.clear()
-        self.wave_member.in_flight = 0
+        self.wave_member.discard_steps()
         self._messages.clear()
         self._failed.clear()
         self.adapters.clear()
@@ -358,19 +370,17 @@ class EngineCore:
         cache = config.cache
         if not limits.keeps_kv:  # a block holds nothing for a later request
             cache = msgspec.structs.replace(cache, prefix_caching=False)
-        scheduler = Scheduler(
+        offload_blocks = limits.offload_blocks if cache.prefix_caching else ()
+        claim_file = self._reads.limit(make_claim(config))
+        return Scheduler(
             config.scheduler,
-            cache,
-            limits.num_blocks,
+            KVCacheManager(cache, limits.num_blocks, offload_blocks, claim_file),
             limits.max_model_len,
             limits.vocab_size,
             self._clock,
             whole_prompts=not limits.keeps_kv,
-            offload_blocks=limits.offload_blocks if cache.prefix_caching else (),
             drafter=make_drafter(config.drafts, limits.max_model_len, self._depth),
         )
-        scheduler.kv.claim = self._reads.limit(make_claim(config))
-        return scheduler
 
     def check_idle(self) -> None:
         """Raises AssertionError unless every block and slot is free and no step is in flight."""
@@ -382,9 +392,9 @@ class EngineCore:
         self.executor.shutdown()
 
 
-def _new_wave_member(config: Config, depth: int) -> EngineWaves:
+def _new_wave_member(config: Config, depth: int, rank: int, incarnation: int) -> EngineWaves:
     kind = WaveMember if config.parallel.expert else NullMember
-    return kind(rank=0, incarnation=0, depth=depth)
+    return kind(rank, incarnation, depth)
 
 
 def _failure_of(failed: Failed) -> Outputs:

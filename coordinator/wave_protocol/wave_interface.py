@@ -94,6 +94,10 @@ class EngineWaves(ABC):
     def submitted(self) -> None:
         self.in_flight += 1
 
+    def discard_steps(self) -> None:
+        """Drops the submitted steps, whose results will not be read."""
+        self.in_flight = 0
+
     @abstractmethod
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
         """Handles the result of the oldest step in flight: `working` engines want another step,

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 from swell.configs.files.private_files import check_file, enter_folder
 from swell.configs.schema import Config
+from swell.engine.kv.handover_reads import Claim
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER
-
-Claim = Callable[[str], bool]
-"""Claims all parts of a file for this engine; returns whether they exist."""
 
 
 def make_claim(config: Config) -> Claim:

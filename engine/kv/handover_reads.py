@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 from swell.worker.wire import SchedulerOutput
 
+Claim = Callable[[str], bool]
+"""Claims all parts of a handover file for this engine; returns whether they exist."""
+
 _PAUSE_S, _LONGEST_PAUSE_S = 60.0, 3600.0
+
+
+def claim_nothing(name: str) -> bool:
+    """Claims no file, for an engine to which no other one hands blocks over."""
+    return False
 
 
 class ReadsOfFiles:
@@ -20,7 +28,7 @@ class ReadsOfFiles:
         self._pause_s = _PAUSE_S
         self._not_before = float("-inf")
 
-    def limit(self, claim: Callable[[str], bool]) -> Callable[[str], bool]:
+    def limit(self, claim: Claim) -> Claim:
         """Wraps `claim`, so that it claims no file during a pause."""
         return lambda name: self._clock() >= self._not_before and claim(name)
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from swell.configs.schema import CacheConfig
 from swell.engine.kv.block_hash import extend_block_hashes
 from swell.engine.kv.block_pool import BlockPool
+from swell.engine.kv.handover_reads import Claim, claim_nothing
 from swell.engine.kv.offload_tiers import OffloadTiers
 from swell.engine.request import HandoverState, Request
 from swell.worker.wire import BlockFile
@@ -33,16 +34,20 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, config: CacheConfig, num_blocks: int, offload_blocks: Sequence[int] = ()
+        self,
+        config: CacheConfig,
+        num_blocks: int,
+        offload_blocks: Sequence[int] = (),
+        claim_file: Claim = claim_nothing,
     ) -> None:
-        """`offload_blocks`: sizes of the offload tiers, in blocks."""
+        """`offload_blocks`: sizes of the offload tiers, in blocks. `claim_file` claims a file with
+        blocks that another engine has written."""
         self.block_tokens = config.block_tokens
         self.prefix_caching = config.prefix_caching
         self.offload = OffloadTiers(offload_blocks)
         max_kept = int(config.session_fraction * num_blocks)
         self.pool = BlockPool(num_blocks, self.offload.save, max_kept)
-        self.claim: Callable[[str], bool] = lambda name: False
-        """Claims a file with blocks that another engine has written; returns whether it exists."""
+        self._claim_file = claim_file
         self._imports: list[BlockFile] = []
         self._in_flight_blocks: dict[bytes, Request] = {}
         """Hash -> the request that will compute the block; if there are several, the first in
@@ -177,7 +182,7 @@ class KVCacheManager:
         """Claims a handover file of a request that starts, if another engine has computed its
         prompt. The file is read only once: after a preemption the request starts without it."""
         if request.handover is HandoverState.EXPECTED and self.prefix_caching:
-            is_there = self.claim(request.core.handed_over)
+            is_there = self._claim_file(request.core.handed_over)
             request.handover = HandoverState.READ if is_there else HandoverState.NONE
             return is_there
         return False

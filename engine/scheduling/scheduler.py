@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, zip_longest
 
 from swell.configs.scheduler import SchedulerConfig
-from swell.configs.schema import CacheConfig
 from swell.coordinator.transport.runtime import THREADS
 from swell.engine.adapter_admission import shown_to_users
 from swell.engine.kv.kv_cache_manager import KVCacheManager, PrefixLeader
@@ -56,22 +55,20 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        cache: CacheConfig,
-        num_blocks: int,
+        kv: KVCacheManager,
         max_model_len: int,
         vocab_size: int,
         clock: Callable[[], float] = THREADS.now,
         whole_prompts: bool = False,
-        offload_blocks: Sequence[int] = (),
         drafter: Drafter | None = None,
     ) -> None:
-        """`whole_prompts`: each prompt is computed in one step with room for all of it.
-        `offload_blocks`: sizes of the offload tiers. `drafter`: None: no row has drafts."""
+        """`whole_prompts`: each prompt is computed in one step with room for all of it. `drafter`:
+        None: no row has drafts."""
         self.config = config
         self.max_model_len = max_model_len
         self._whole_prompts = whole_prompts
         self.vocab_size = vocab_size
-        self.kv = KVCacheManager(cache, num_blocks, offload_blocks)
+        self.kv = kv
         self.drafter = drafter or Drafter()
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []

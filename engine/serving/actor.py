@@ -71,7 +71,7 @@ class EngineActor:
             if self._server is None:
                 self._load(placement_group)
             elif version != self._version:
-                self._begin_anew(config, version)
+                self._reload(config, version)
         return self.ready()
 
     def _load(self, placement_group: Any) -> None:
@@ -90,7 +90,7 @@ class EngineActor:
         self._serve(EngineCore(self._config, executor, limits))
         freeze_gc()
 
-    def _begin_anew(self, config: Config, version: str) -> None:
+    def _reload(self, config: Config, version: str) -> None:
         """Turns the actor into another engine, after this one has left its cluster. A client that
         has not noticed reaches nothing at the old address. Any failure but refused weights exits
         the process."""
@@ -102,7 +102,7 @@ class EngineActor:
         try:
             self._end_server(server)
             try:
-                server.core.begin_anew(config.model.path)
+                server.core.reload(config.model.path)
                 self._config = config
             except ValueError as error:
                 refusal, self._version = error, own

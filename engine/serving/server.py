@@ -78,8 +78,7 @@ class EngineServer:
         self.incarnation = runtime.random_bits(48)
         self.repairs = 0
         self.core = core
-        core.wave_member.rank, core.wave_member.incarnation = rank, self.incarnation
-        core.on_start = self._send_started
+        core.join_cluster(rank, self.incarnation)
         self._resets = 0
         self._progress_at_forming = 0
         self._log = StructuredLogger("engine", rank=rank)
@@ -165,13 +164,15 @@ class EngineServer:
         busy = self.core.has_work or self._reconfiguration is not None
         if not busy:
             self._send_to_coordinator(self.core.take_messages())  # before waiting for more
-        await self._process_inputs(0.0 if busy else self._reporter.wait_s(self._runtime.now()))
+        await self._process_inputs(0.0 if busy else self._report_wait_s())
         self._check_peers(self._runtime.now())  # after handling received messages
         if self._reconfiguration is not None:
             await self._reconfigure()  # takes long, like sleep: messages are handled before a step
         elif not await self._follow_sleep() and self.core.has_work:
             self._reporter.changed()
-            outputs_by_client = await self.core.step_on(self._runtime, self._process_inputs)
+            outputs_by_client = await self.core.step_on(
+                self._runtime, self._process_inputs, self._send_started
+            )
             self._reporter.changed()  # reports sent within the step lack what finished in it
             for client, outputs in outputs_by_client.items():
                 self._send(client, outputs)
@@ -378,18 +379,20 @@ class EngineServer:
     def _send_to_coordinator(self, messages: list[CoordinatorMessage]) -> None:
         """Sends these, and a report if one is due or the group's state has changed: the client
         repeats the report while this thread is inside a step."""
-        now, reporter, client = self._runtime.now(), self._reporter, self._coordinator_client
+        client = self._coordinator_client
         snapshot = EngineSnapshot.of(self.member, self.core.wave_member)
-        reporter.load_report_s = client.load_report_s
         is_changed = snapshot != self._reported
         if is_changed:
             self._reported = snapshot
             client.publish(snapshot)
-        if is_changed or reporter.wait_s(now) == 0.0:
-            reporter.reported(now)
+        if is_changed or self._report_wait_s() == 0.0:
+            self._reporter.reported(self._runtime.now())
             messages = [*messages, self._report()]
         if messages:
             client.send(messages)
+
+    def _report_wait_s(self) -> float:
+        return self._reporter.wait_s(self._runtime.now(), self._coordinator_client.load_report_s)
 
     def _report(self) -> EngineReport:
         return report_of(

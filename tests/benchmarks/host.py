@@ -23,6 +23,7 @@ from swell.cluster.local import LLM, SamplingParams
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
 from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
+from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.scheduling.step_builder import ScheduledStep
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, EngineMessage
@@ -107,7 +108,7 @@ def requests(rows: int, context: int) -> Iterable[EngineCoreRequest]:
 
 def new_scheduler(rows: int, context: int) -> Scheduler:
     blocks = 256 * (MAX_MODEL_LEN // BLOCK_TOKENS + 1)
-    scheduler = Scheduler(_SCHEDULER, _CACHE, blocks, MAX_MODEL_LEN, VOCAB)
+    scheduler = Scheduler(_SCHEDULER, KVCacheManager(_CACHE, blocks), MAX_MODEL_LEN, VOCAB)
     for request in requests(rows, context):
         assert scheduler.add(request, INGRESS) is None
     return scheduler

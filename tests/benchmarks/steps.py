@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
+from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
@@ -26,9 +27,8 @@ def steps(rows: int, inputs: int, outputs: int) -> list[Step]:
     each."""
     cache = CacheConfig(prefix_caching=False)
     blocks = rows * (-(-(inputs + outputs) // cache.block_tokens) + 1)
-    scheduler = Scheduler(
-        SchedulerConfig(max_rows=rows), cache, blocks, inputs + outputs, vocab_size=2
-    )
+    kv = KVCacheManager(cache, blocks)
+    scheduler = Scheduler(SchedulerConfig(max_rows=rows), kv, inputs + outputs, vocab_size=2)
     for row in range(rows):
         request = EngineCoreRequest(str(row), [0] * inputs, SamplerParams(), max_tokens=outputs)
         refused = scheduler.add(request, b"")

@@ -219,10 +219,9 @@ def test_each_start_of_a_request_reports_what_happened_since_the_one_before():
         for one in started:
             reports[one.request_id] += one.events
 
-    core.on_start = on_start
     for name in reports:
         core.add_request(request(name, [int(name[1])] * 6, 20), CLIENT)
-    outputs = run(core)
+    outputs = run(core, on_start)
     again = [Kind.PREEMPTED, Kind.SCHEDULED]
     for name, events in reports.items():
         count = outputs[name][-1].num_preemptions

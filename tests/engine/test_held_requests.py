@@ -225,11 +225,10 @@ def test_its_ingress_knows_before_an_adapter_is_loaded_and_that_time_counts_as_q
     monkeypatch.setattr(core, "_clock", lambda: now)
     monkeypatch.setattr(core.scheduler, "_clock", lambda: now)
     started: list[list[str]] = []
-    core.on_start = lambda all: started.append([one.request_id for one in all])
     executor.load_adapter = lambda command: started.append([f"load {command.adapter.name}"])  # type: ignore[method-assign]
     for id, name in (("1", "a"), ("2", "a"), ("3", "b")):
         core.add_request(request(id, name), b"")
-    core.step()
+    core.step(lambda all: started.append([one.request_id for one in all]))
     assert started == [["1", "2", "3"], ["load a"], ["load b"]]
     now = 107.0
     executor.finish("a"), executor.finish("b")

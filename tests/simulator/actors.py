@@ -181,10 +181,10 @@ class SimEngine:
                 limits = self.executor.start()
                 self._serve(EngineCore(self._config, self.executor, limits, runtime.now))
             elif version != self._version:
-                await self._begin_anew(config, version)
+                await self._reload(config, version)
         return self.ready()
 
-    async def _begin_anew(self, config: Config, version: str) -> None:
+    async def _reload(self, config: Config, version: str) -> None:
         server, self.server = self.server, None
         assert server is not None and self._task is not None
         own, self._version = self._version, version
@@ -195,7 +195,7 @@ class SimEngine:
         await asyncio.sleep(self._load_s)
         refusal: ValueError | None = None
         try:
-            server.core.begin_anew(config.model.path)
+            server.core.reload(config.model.path)
             self._config = config
         except ValueError as error:
             refusal, self._version = error, own

@@ -30,7 +30,6 @@ from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
-from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, EngineCoreRequest
 from tests.cluster.text import tokenizers_for_tests
@@ -96,15 +95,8 @@ class ScriptedCluster:
 
     def join(self, rank: int, num_blocks: int = 100) -> EngineCore:
         limits = ExecutorLimits(num_blocks, MAX_MODEL_LEN, VOCAB)
-        core = EngineCore(self.config, FakeExecutor(num_blocks, BLOCK_TOKENS), limits)
-        core.scheduler = Scheduler(
-            self.config.scheduler,
-            self.config.cache,
-            num_blocks,
-            MAX_MODEL_LEN,
-            VOCAB,
-            clock=lambda: self.now,
-        )
+        executor = FakeExecutor(num_blocks, BLOCK_TOKENS)
+        core = EngineCore(self.config, executor, limits, clock=lambda: self.now)
         self.cores[rank] = core
         self._incarnations[rank] = len(self._incarnations) + 1
         address = ChannelAddress("machine", f"ipc://@{rank}", "tcp://127.0.0.1:1")

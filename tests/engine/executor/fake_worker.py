@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from swell.configs.schema import Config, load
-from swell.engine.core import EngineCore
+from swell.engine.core import EngineCore, OnStart, ignore_started
 from swell.engine.executor import Executor, ExecutorLimits, Progress, WorkerInfo
 from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.step.multi_step import ExtraSteps, OutputOfPasses, RowEnds
@@ -253,13 +253,13 @@ def make_core(
     return EngineCore(config, executor, limits)
 
 
-def run(core: EngineCore) -> dict[str, list[EngineCoreOutput]]:
+def run(core: EngineCore, on_start: OnStart = ignore_started) -> dict[str, list[EngineCoreOutput]]:
     """Steps the core until it is idle; returns the outputs by request."""
     outputs: dict[str, list[EngineCoreOutput]] = {}
     for _ in range(20_000):
         if not core.has_work:
             return outputs
-        for answers in core.step().values():
+        for answers in core.step(on_start).values():
             for answer in answers:
                 outputs.setdefault(answer.request_id, []).append(answer)
     raise AssertionError("the engine makes no progress")

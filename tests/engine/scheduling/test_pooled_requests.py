@@ -7,6 +7,7 @@ import pytest
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
+from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.scheduling.request_validation import invalid_reason, wrong_kind
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.scheduling.step_builder import ScheduledStep
@@ -24,7 +25,7 @@ def request(name: str, tokens: int, first: int = 1) -> EngineCoreRequest:
 def scheduler(*, whole_prompts: bool = False, blocks: int = 64, **config: int) -> Scheduler:
     settings = SchedulerConfig(**{"max_tokens_per_step": 16, "max_rows": 4, **config})
     cache = CacheConfig(block_tokens=4, prefix_caching=not whole_prompts)
-    return Scheduler(settings, cache, blocks, 64, 1000, whole_prompts=whole_prompts)
+    return Scheduler(settings, KVCacheManager(cache, blocks), 64, 1000, whole_prompts=whole_prompts)
 
 
 def compute(scheduler: Scheduler, step: ScheduledStep) -> list[EngineCoreOutput]:
