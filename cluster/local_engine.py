@@ -45,15 +45,15 @@ class LocalEngine:
     @property
     def sleep_level(self) -> int:
         """The sleep level; 0: awake."""
-        return self.core.sleep_level
+        return self.core.memory.sleep_level
 
     def set_sleep(self, level: int) -> None:
         """Sleep at this level or deeper, or wake up with level 0. Raises ValueError if engines of
         this configuration cannot sleep so deeply, or if weights cannot be read."""
         if level and (refusal := sleep_refusal(self._config, level)):
             raise ValueError(refusal)
-        if not level or level > self.core.sleep_level:
-            self._change_workers(lambda: self.core.set_sleep(level))
+        if not level or level > self.core.memory.sleep_level:
+            self._change_workers(lambda: self.core.memory.set_sleep(level))
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
         """Use other weights; see `LLM.update_weights`."""
@@ -67,9 +67,9 @@ class LocalEngine:
                 source = folder.name
             path = str(Path(source).absolute())
             check(with_weights_of(self._config, path))
-            self._change_workers(lambda: self.core.update_weights(path))
+            self._change_workers(lambda: self.core.memory.update_weights(path))
         finally:
-            self._remove_folders(self.core.weight_folders)
+            self._remove_folders(self.core.memory.weight_folders)
 
     def _change_workers(self, change: Callable[[], object]) -> None:
         """Run a change of the workers. If it is interrupted, their state is unknown: the next call
@@ -82,7 +82,7 @@ class LocalEngine:
             self._clean = clean
             raise
         finally:
-            self._remove_folders(self.core.weight_folders)
+            self._remove_folders(self.core.memory.weight_folders)
 
     def close(self) -> None:
         """Stop the workers; may be called twice."""
@@ -97,7 +97,7 @@ class LocalEngine:
     def run(self, processed: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
         """Run all requests, each with one prompt and an id of its own: each one is completed, or
         dropped after an error. Raises RuntimeError while the engine sleeps."""
-        if level := self.core.sleep_level:
+        if level := self.core.memory.sleep_level:
             raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
         if not self._clean:  # an interrupt came while the last call was cleaning up
             self._reset()

@@ -14,8 +14,10 @@ from swell.coordinator.wave_protocol.null_waves import NullMember
 from swell.coordinator.wave_protocol.wave_interface import EngineWaves
 from swell.coordinator.wave_protocol.waves import WaveMember
 from swell.coordinator.wire import CoordinatorMessage
-from swell.engine.adapter_admission import AdapterAdmission, Failed, shown_to_users
-from swell.engine.executor import Executor, ExecutorError, ExecutorLimits, WorkerLost
+from swell.engine.adapter_admission import AdapterAdmission
+from swell.engine.adapter_loader import AdapterLoader
+from swell.engine.executor import Executor, ExecutorLimits, WorkerLost
+from swell.engine.executor.worker_memory import WorkerMemory
 from swell.engine.kv.handover_files import make_claim
 from swell.engine.kv.handover_reads import ReadsOfFiles
 from swell.engine.kv.kv_cache_manager import KVCacheManager
@@ -24,24 +26,17 @@ from swell.engine.scheduling.drafter import make_drafter
 from swell.engine.scheduling.request_validation import invalid_reason, wrong_kind
 from swell.engine.scheduling.scheduler import Scheduler
 from swell.engine.scheduling.step_builder import ScheduledStep, StartedRequest
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
-from swell.worker.wire import (
-    AdapterLoaded,
-    AsyncModelRunnerOutput,
-    GroupPlan,
-    Regrouped,
-    WeightsSource,
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    OutputsByClient,
 )
-
-Outputs = dict[bytes, list[EngineCoreOutput]]
-"""Ingress -> outputs of a step for it."""
+from swell.worker.wire import AsyncModelRunnerOutput, GroupPlan, Regrouped
 
 OnStart = Callable[[list[StartedRequest]], None]
 """Called before a step is executed, with the requests that get their slots in it, and before an
 adapter is loaded, with the requests that wait for it."""
-
-_ADAPTER_WAIT_S = 0.01
-"""How long an otherwise idle engine waits for an adapter before it reads its messages."""
 
 
 def ignore_started(started: list[StartedRequest]) -> None:
@@ -72,7 +67,7 @@ class EngineCore:
         self.sync_s = self.expert_imbalance = 0.0
         """`sync_s`: total time that steps waited for other engines."""
         self._messages: list[CoordinatorMessage] = []
-        self._failed: list[Outputs] = []
+        self._failed: list[OutputsByClient] = []
         self.config = config
         self.executor = executor
         self.limits = limits
@@ -81,13 +76,8 @@ class EngineCore:
         self.scheduler = self._new_scheduler()
         self.adapters = AdapterAdmission(config.lora)
         """Requests whose adapters are not loaded; the scheduler has all others."""
-        self.sleep_level = self.num_wakes = 0
-        self.freed_bytes = 0  # by sleeping workers
-        self._weights = self._proven_weights = WeightsSource(config.model.path, 0)
-        """The target weights, and the last weights that all workers have loaded."""
-        self._num_weights = 0
-        """Number of weight updates so far."""
-        self._adapter_polls = 0
+        self._adapter_loader = AdapterLoader(self.adapters, executor, clock, self._failed.append)
+        self.memory = WorkerMemory(executor, config.model.path, self.discard_steps_in_flight)
         self.num_steps = 0
         """Number of steps whose results were read: the measure of progress."""
         self._in_flight: deque[tuple[ScheduledStep, AsyncModelRunnerOutput]] = deque()
@@ -95,7 +85,7 @@ class EngineCore:
     @property
     def progress(self) -> int:
         """Increases with every step and every layer; may be called from any thread."""
-        return self.num_steps + self.executor.progress_counter + self._adapter_polls
+        return self.num_steps + self.executor.progress_counter + self._adapter_loader.num_polls
 
     @property
     def has_work(self) -> bool:
@@ -130,9 +120,10 @@ class EngineCore:
         limits = self.limits
         return invalid_reason(request, limits.vocab_size, limits.max_model_len) is None
 
-    def take_failed(self) -> list[Outputs]:
+    def take_failed(self) -> list[OutputsByClient]:
         """Returns and clears outputs of requests that failed outside of a step."""
-        failed, self._failed = self._failed, []
+        failed = self._failed.copy()
+        self._failed.clear()
         return failed
 
     def take_messages(self) -> list[CoordinatorMessage]:
@@ -155,7 +146,7 @@ class EngineCore:
         """Takes the place of an engine in a cluster, before its first step there."""
         self.wave_member = _new_wave_member(self.config, self._depth, rank, incarnation)
 
-    def step(self, on_start: OnStart = ignore_started) -> Outputs:
+    def step(self, on_start: OnStart = ignore_started) -> OutputsByClient:
         """Runs `step_on` on this thread."""
         return drive(self.step_on(THREADS, on_start=on_start))
 
@@ -164,7 +155,7 @@ class EngineCore:
         runtime: Runtime,
         process_inputs: Callable[[], Awaitable[None]] | None = None,
         on_start: OnStart = ignore_started,
-    ) -> Outputs:
+    ) -> OutputsByClient:
         """Keeps steps in flight, waits for the oldest one, and returns its outputs.
 
         `process_inputs` is called between the wait and the update, so that an abort that arrives
@@ -173,7 +164,7 @@ class EngineCore:
         """
         try:
             if self.adapters.num_held:
-                await runtime.run(self._follow_adapters, on_start)
+                await runtime.run(self._poll_adapters, on_start)
             self._submit(on_start)
             if not self._in_flight:
                 return self._with_failed({})
@@ -182,7 +173,7 @@ class EngineCore:
         except Exception as error:
             if isinstance(error, WorkerLost):
                 self._failed.append(self.scheduler.count_failed_attempt())
-                self._failed += map(_failure_of, self.adapters.count_failed_attempt())
+                self._adapter_loader.count_failed_attempt()
             self.discard_steps_in_flight()
             raise
         except BaseException:  # an interrupt inside the scheduler needs a `reset`
@@ -202,47 +193,16 @@ class EngineCore:
         self.num_waves += self.wave_member.wave != wave
         return self._with_failed(outputs)
 
-    def _follow_adapters(self, on_start: OnStart) -> None:
-        """Starts pending adapter loads, and queues the requests whose adapters are loaded. If there
-        is no step to compute, it waits briefly for a load."""
-        self._adapter_polls += 1
-        now = self._clock()
+    def _poll_adapters(self, on_start: OnStart) -> None:
         has_step = self.scheduler.has_requests and self.wave_member.may_submit()
         is_idle = not self._in_flight and not has_step
-        self._on_loaded(self.executor.loaded_adapters(_ADAPTER_WAIT_S if is_idle else 0.0))
-        # Results first: they may have waited until a request needs the adapter again.
-        failed = self.adapters.expire(now)
-        for held in self.adapters.advance(self._adapters_in_use, now):
-            answer = self.scheduler.add(held.request, held.client, held.arrived_s)
-            if answer is not None:
-                self._failed.append({held.client: [answer]})
-        commands = self.adapters.take_commands()
-        if commands:
-            on_start(self.adapters.waiting_for(commands))
-        for command in commands:
-            self.executor.load_adapter(command)
-        self._failed += map(_failure_of, failed)
-
-    def _on_loaded(self, answers: list[AdapterLoaded]) -> None:
-        """Handles load results. If a replacement worker fails to load an adapter, requests that
-        already run with it fail."""
-        for loaded in answers:
-            self._failed += map(_failure_of, self.adapters.on_loaded(loaded))
-            if loaded.failure:
-                self._failed.append(self.scheduler.fail_adapter(loaded.digest, loaded.failure))
+        self._adapter_loader.poll(self.scheduler, on_start, is_idle=is_idle)
 
     def on_repaired(self) -> None:
-        """Handles load results that have arrived, and restarts the loads of adapters in
-        progress."""
-        self._on_loaded(self.executor.loaded_adapters(0.0))
-        self._failed += map(_failure_of, self.adapters.count_failed_attempt())
+        """Restarts what lost workers had not finished outside of steps."""
+        self._adapter_loader.on_repaired(self.scheduler)
 
-    def _adapters_in_use(self) -> set[str]:
-        """Returns digests."""
-        requests = self.scheduler.requests.values()
-        return {r.core.adapter.digest for r in requests if r.core.adapter is not None}
-
-    def _with_failed(self, outputs: Outputs) -> Outputs:
+    def _with_failed(self, outputs: OutputsByClient) -> OutputsByClient:
         """Adds the outputs of requests that failed without a step to those of a step."""
         for failed in self.take_failed() if self._failed else ():
             for client, answers in failed.items():
@@ -284,71 +244,20 @@ class EngineCore:
         self.scheduler.preempt_all()
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        """Lets the workers form the groups of the plan (see `Executor.regroup`).
+        """Lets the workers form the groups of the plan (see `WorkerMemory.regroup`).
 
         With `keep_states` the caller has read the results of all steps.
         """
-        if groups.keep_states:
-            assert not self._in_flight, f"{len(self._in_flight)} steps are in flight"
-        else:
-            self.discard_steps_in_flight()
-        if not self._weights.number:  # the configured weights, which no worker refuses
-            return self._regroup(groups)
-        regrouped = self._regroup(groups)
-        if refusal := _refusal_of(regrouped):
-            refused, self._weights = self._weights, self._proven_weights
-            if failure := _refusal_of(self._regroup(groups)):
-                raise ExecutorError(
-                    f"{refusal}; and the previous weights cannot be loaded again: {failure}"
-                )
-            raise ValueError(
-                f"{refusal}; the weights of {refused.path} are not used; the engine keeps the "
-                "previous ones"
-            )
-        if not self.sleep_level:
-            self._proven_weights = self._weights
-        return regrouped
-
-    def _regroup(self, groups: GroupPlan) -> list[Regrouped]:
-        regrouped = self.executor.regroup(
-            msgspec.structs.replace(groups, sleep_level=self.sleep_level, weights=self._weights)
-        )
-        self.freed_bytes = sum(worker.freed_bytes for worker in regrouped)
-        return regrouped
-
-    def set_sleep(self, level: int) -> list[Regrouped]:
-        """Lets the workers release memory, or allocate it again; see `GroupPlan.sleep_level`.
-        Requests wait, and restart from the tokens that were read. Raises like `regroup`."""
-        self.sleep_level = level
-        return self.regroup(GroupPlan(generation=0))
-
-    def update_weights(self, path: str) -> None:
-        """Loads the weights of another folder, for the same model, into all workers. Requests wait,
-        and restart from the tokens that were read; a sleeping core loads the weights when it wakes
-        up. Raises ValueError for unusable weights, now or then: the previous weights remain. They
-        also remain after an interrupt, from the next `regroup` or `reset` on."""
-        before = self._weights
-        self._num_weights += 1
-        try:
-            self._weights = WeightsSource(path, self._num_weights)
-            self.regroup(GroupPlan(generation=0))
-        except ValueError:
-            raise
-        except BaseException:
-            self._weights = before
-            raise
+        in_flight = len(self._in_flight)
+        assert not (groups.keep_states and in_flight), f"{in_flight} steps are in flight"
+        return self.memory.regroup(groups)
 
     def reload(self, path: str) -> None:
         """Drops all requests and caches, for another server, and loads the weights of this folder
-        into all workers. A sleeping core wakes up. Raises like `update_weights`."""
-        self.sleep_level = 0
+        into all workers. Sleeping workers wake up. Raises like `WorkerMemory.update_weights`."""
         self._forget()
-        self.update_weights(path)
-
-    @property
-    def weight_folders(self) -> tuple[str, str]:
-        """Folders of the weights that may be loaded again."""
-        return self._weights.path, self._proven_weights.path
+        self.memory.wake_with_next_regroup()
+        self.memory.update_weights(path)
 
     def reset(self) -> None:
         """Drops all requests and caches, even if an interrupt has left a step that only some
@@ -395,17 +304,3 @@ class EngineCore:
 def _new_wave_member(config: Config, depth: int, rank: int, incarnation: int) -> EngineWaves:
     kind = WaveMember if config.parallel.expert else NullMember
     return kind(rank, incarnation, depth)
-
-
-def _failure_of(failed: Failed) -> Outputs:
-    request = failed.held.request
-    reason = shown_to_users(failed.reason, request.adapter)
-    answer = EngineCoreOutput(
-        request.request_id, [], FinishReason.ERROR, reason, attempt=request.attempt
-    )
-    return {failed.held.client: [answer]}
-
-
-def _refusal_of(regrouped: list[Regrouped]) -> str:
-    """Returns why a worker cannot use new weights; empty if all can."""
-    return next((one.refusal for one in regrouped if one.refusal), "")

@@ -237,6 +237,10 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return self.finish_reason is not None
 
 
+OutputsByClient = dict[bytes, list[EngineCoreOutput]]
+"""Ingress -> outputs for it."""
+
+
 class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The answer to a `UtilityCall`: an error message, or a result as msgpack."""
 

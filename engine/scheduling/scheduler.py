@@ -36,7 +36,12 @@ from swell.engine.scheduling.drafter import Drafter
 from swell.engine.scheduling.multi_step import add_passes
 from swell.engine.scheduling.request_validation import invalid_reason
 from swell.engine.scheduling.step_builder import ScheduledStep, StepBuilder
-from swell.engine.wire import EngineCoreOutput, EngineCoreRequest, FinishReason
+from swell.engine.wire import (
+    EngineCoreOutput,
+    EngineCoreRequest,
+    FinishReason,
+    OutputsByClient,
+)
 from swell.worker.sampler_wire import Extra
 from swell.worker.wire import ModelRunnerOutput, NewBlocks
 
@@ -265,10 +270,10 @@ class Scheduler:
         self.num_preemptions += 1
         heapq.heappush(self._waiting, (request.order, request, None))
 
-    def count_failed_attempt(self) -> dict[bytes, list[EngineCoreOutput]]:
+    def count_failed_attempt(self) -> OutputsByClient:
         """Counts the loss of a worker for running requests, which may be the cause. Those with too
         many such losses fail; returns their outputs for each ingress."""
-        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        outputs: OutputsByClient = {}
         for request in self.running.copy():
             if len(request.token_ids) > request.tokens_at_start:
                 continue  # it made progress
@@ -280,9 +285,9 @@ class Scheduler:
                 self._finish(request)
         return outputs
 
-    def fail_adapter(self, digest: str, reason: str) -> dict[bytes, list[EngineCoreOutput]]:
+    def fail_adapter(self, digest: str, reason: str) -> OutputsByClient:
         """Fails requests whose adapter a worker has lost; returns outputs for each ingress."""
-        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        outputs: OutputsByClient = {}
         for request in list(self.requests.values()):
             adapter = request.core.adapter
             if adapter is not None and adapter.digest == digest:
@@ -305,15 +310,13 @@ class Scheduler:
 
     # ---------------------------------------------------------------- update
 
-    def update(
-        self, step: ScheduledStep, output: ModelRunnerOutput
-    ) -> dict[bytes, list[EngineCoreOutput]]:
+    def update(self, step: ScheduledStep, output: ModelRunnerOutput) -> OutputsByClient:
         """Processes the result of a step; returns outputs for each ingress."""
         plan = step.plan
         assert output.step == plan.step, (
             f"received the output of step {output.step}, expected that of step {plan.step}"
         )
-        outputs: dict[bytes, list[EngineCoreOutput]] = {}
+        outputs: OutputsByClient = {}
         sampled = iter(output.sampled_token_ids)
         failed = dict.fromkeys(output.rows_with_nans, NANS_IN_LOGITS) | output.failed
         for row, (request, samples) in enumerate(zip(step.rows, plan.samples, strict=True)):

@@ -73,8 +73,8 @@ def report_of(
         adapters_waited_for=core.adapters.num_held,
         adapter_loads=core.adapters.num_loads,
         adapter_load_failures=core.adapters.num_failures,
-        sleep_level=core.sleep_level,
-        wakes=core.num_wakes,
+        sleep_level=core.memory.sleep_level,
+        wakes=core.memory.num_wakes,
         expert_imbalance=core.expert_imbalance,
-        freed_bytes=core.freed_bytes,
+        freed_bytes=core.memory.freed_bytes,
     )

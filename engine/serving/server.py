@@ -275,7 +275,7 @@ class EngineServer:
                 self._is_waking = False
                 self._send_to_coordinator(member.pause(command))
             case Resume():
-                self._is_waking = self.core.sleep_level > 0
+                self._is_waking = self.core.memory.sleep_level > 0
                 self._send_to_coordinator(member.resume(command))
             case ReconfigureDistributedRequest() | ServeAlone():
                 self._reconfiguration = command
@@ -324,16 +324,18 @@ class EngineServer:
     async def _follow_sleep(self) -> bool:
         """Puts a paused engine to sleep, to the requested level, or wakes it up, which takes as
         long as a repair and is listed as one in the roster. Returns whether it did either."""
-        member, level = self.core.wave_member, self._coordinator_client.sleep_level
+        member, memory = self.core.wave_member, self.core.memory
+        level = self._coordinator_client.sleep_level
         if self._is_waking:
-            self._is_waking, self.core.sleep_level = False, 0
+            self._is_waking = False
+            memory.wake_with_next_regroup()
             self._repair_unreported = True
             self._send_to_coordinator(member.broken("engine wakes up", repairing=True))
             await self._form_again(wakes=True)
             return True
-        if level > self.core.sleep_level and member.phase is Phase.PAUSED and not member.lockstep:
+        if level > memory.sleep_level and member.phase is Phase.PAUSED and not member.lockstep:
             self._log.info("engine falls asleep", level=level)
-            await self._runtime.run(self.core.set_sleep, level)
+            await self._runtime.run(memory.set_sleep, level)
             return True
         return False
 
@@ -344,7 +346,7 @@ class EngineServer:
         self._log.warning("groups failed", reason=str(failure), workers_lost=lost)
         member = self.core.wave_member
         self._resets += 1
-        self.core.sleep_level = 0
+        self.core.memory.wake_with_next_regroup()
         self.core.discard_steps_in_flight()
         self._send_failed()
         absent = failure.absent if isinstance(failure, GroupBroken) else ()
@@ -365,8 +367,9 @@ class EngineServer:
         if self._repair_unreported:  # perhaps from an earlier turn, whose groups failed
             self._repair_unreported = False
             self.repairs += 1  # not earlier: to the coordinator a greater number means `Repaired`
-            self.core.num_wakes += wakes
-            self._log.info("engine serves again", repairs=self.repairs)
+            if wakes:
+                self.core.memory.on_woken()
+            self._log.info("serves again", repairs=self.repairs)
             self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
 
     def _send_failed(self) -> None:

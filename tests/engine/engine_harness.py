@@ -308,8 +308,8 @@ class EngineHarness:
                     for llm in self._engines:
                         llm._engine.core.discard_steps_in_flight()
                         if self._sleep_level:
-                            llm._engine.core.set_sleep(self._sleep_level)
-                            llm._engine.core.set_sleep(0)
+                            llm._engine.core.memory.set_sleep(self._sleep_level)
+                            llm._engine.core.memory.set_sleep(0)
         finally:
             self._clear()
         self._read()

@@ -3,13 +3,16 @@ aborted."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import pytest
 
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
+from swell.coordinator.transport.runtime import THREADS
 from swell.coordinator.wire import EngineReport, Pause
-from swell.engine import core as core_module
+from swell.engine import adapter_loader
 from swell.engine.adapter_admission import LOAD_TIMEOUT_S
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, WorkerLost
@@ -42,7 +45,9 @@ class LoadingExecutor(FakeExecutor):
         self.answers.append(AdapterLoaded(0, f"digest of {name}", failure))
 
 
-def make(**lora: object) -> tuple[EngineCore, LoadingExecutor]:
+def make(
+    clock: Callable[[], float] = THREADS.now, **lora: object
+) -> tuple[EngineCore, LoadingExecutor]:
     config = load(
         {
             "model": {"path": "none"},
@@ -51,7 +56,7 @@ def make(**lora: object) -> tuple[EngineCore, LoadingExecutor]:
         }
     )
     executor = LoadingExecutor()
-    return EngineCore(config, executor, ExecutorLimits(64, 64, VOCAB)), executor
+    return EngineCore(config, executor, ExecutorLimits(64, 64, VOCAB), clock), executor
 
 
 def request(id: str, name: str | None = None, **changes: object) -> EngineCoreRequest:
@@ -128,15 +133,14 @@ def test_an_engine_that_is_paused_waits_for_adapters_without_spinning() -> None:
         core.step()
     assert core.scheduler.requests and core.has_work
     executor.waits.clear()
-    assert core.step() == {} and executor.waits == [core_module._ADAPTER_WAIT_S]
+    assert core.step() == {} and executor.waits == [adapter_loader._ADAPTER_WAIT_S]
 
 
-def test_a_load_that_nobody_waited_for_is_no_late_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_that_nobody_waited_for_is_no_late_one() -> None:
     """A load that no request waited for is not late: its result is read when a request next asks
     for the adapter."""
-    core, executor = make()
     now = 0.0
-    monkeypatch.setattr(core, "_clock", lambda: now)
+    core, executor = make(lambda: now)
     core.add_request(request("1", "a"), b"")
     core.step()
     core.abort_requests(["1"])
@@ -217,13 +221,9 @@ def test_one_that_a_worker_in_the_place_of_another_cannot_load_ends_its_requests
     assert [command.adapter.name for command in executor.commands] == ["a", "b", "a"]
 
 
-def test_its_ingress_knows_before_an_adapter_is_loaded_and_that_time_counts_as_queued(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    core, executor = make()
+def test_its_ingress_knows_before_an_adapter_is_loaded_and_that_time_counts_as_queued() -> None:
     now = 100.0
-    monkeypatch.setattr(core, "_clock", lambda: now)
-    monkeypatch.setattr(core.scheduler, "_clock", lambda: now)
+    core, executor = make(lambda: now)
     started: list[list[str]] = []
     executor.load_adapter = lambda command: started.append([f"load {command.adapter.name}"])  # type: ignore[method-assign]
     for id, name in (("1", "a"), ("2", "a"), ("3", "b")):

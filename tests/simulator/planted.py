@@ -36,6 +36,7 @@ from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.engine.core import EngineCore
+from swell.engine.executor.worker_memory import WorkerMemory
 from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.serving.coordinator_client import CoordinatorClient
 from swell.engine.serving.load_reporter import LoadReporter
@@ -348,7 +349,7 @@ BUGS = {
     "manager: a version that does not load is not rolled back": Bug(
         upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)
     ),
-    "engine: it keeps its weights": Bug(EngineCore, "update_weights", _nothing, shape=_updating),
+    "engine: it keeps its weights": Bug(WorkerMemory, "update_weights", _nothing, shape=_updating),
     "manager: an engine that gets weights is forgotten": Bug(
         Fleet, "_begin_anew", _nothing, shape=_updating
     ),

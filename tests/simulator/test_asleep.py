@@ -44,7 +44,7 @@ def _run(faults: tuple[Fault, ...], level: int) -> tuple[Run, list[list[int]]]:
 
     def look(plane: ControlPlane) -> None:
         servers = [engine.server for engine in plane.living_engines]
-        levels.append([server.core.sleep_level for server in servers if server is not None])
+        levels.append([server.core.memory.sleep_level for server in servers if server is not None])
 
     run.plane.kernel.at(_LOOK_AT_S, WORLD, partial(look, run.plane))
     return run, levels

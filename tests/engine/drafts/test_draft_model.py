@@ -123,11 +123,11 @@ def test_it_sleeps_with_the_engine(level: int, wanted: dict[str, list[Any]]) -> 
     with drafting(SAME) as llm:
         worker = llm._engine.core.executor._worker
         assert answers(llm) == wanted["greedy"]
-        llm._engine.core.set_sleep(level)
+        llm._engine.core.memory.set_sleep(level)
         assert bool(worker.draft_model.modules) == (level == 1)
         for model in worker.draft_model.modules:
             assert not any(layer.k_cache.numel() for layer in model.attention_layers())
-        llm._engine.core.set_sleep(0)
+        llm._engine.core.memory.set_sleep(0)
         assert answers(llm) == wanted["greedy"]
         drafts = drafter_of(llm)
         assert drafts.num_drafts == drafts.num_accepted > 100

@@ -98,9 +98,9 @@ def answer_around_a_sleep(llm: LLM, level: int) -> Guesses:
     worker = llm._engine.core.executor._worker
     guesses = Guesses(llm)
     first = answers(llm)
-    llm._engine.core.set_sleep(level)
+    llm._engine.core.memory.set_sleep(level)
     assert bool(worker.draft_model.modules) == (level == 1)
-    llm._engine.core.set_sleep(0)
+    llm._engine.core.memory.set_sleep(0)
     assert answers(llm) == first
     return guesses
 

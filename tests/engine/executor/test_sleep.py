@@ -207,7 +207,7 @@ def test_a_pause_before_it_has_woken_up_lets_it_sleep(harness: Harness) -> None:
     inbox.inbox.send(inbox.peer, Pause(0))
     inbox.until(Paused)
     deadline = time.monotonic() + SOON_S
-    while engine.server.core.sleep_level != 1 or plans.levels not in ([1], [1, 0, 1]):
+    while engine.server.core.memory.sleep_level != 1 or plans.levels not in ([1], [1, 0, 1]):
         assert time.monotonic() < deadline, plans.levels
         time.sleep(0.01)
 
@@ -225,11 +225,11 @@ def test_what_sleeps_holds_no_cache_and_below_no_weights(level: int) -> None:
         worker = llm._engine.core.executor._worker  # type: ignore[attr-defined]
         cache = weakref.ref(worker.model.attention_layers()[0].k_cache)
         weights = weakref.ref(next(worker.model.parameters()))
-        llm._engine.core.set_sleep(level)
+        llm._engine.core.memory.set_sleep(level)
         gc.collect()
         assert cache() is None and (weights() is None) == (level == 2)
         assert worker.runner is None
-        llm._engine.core.set_sleep(0)
+        llm._engine.core.memory.set_sleep(0)
         again = llm.generate(PROMPTS, GREEDY)
         assert [o.num_cached_tokens for o in again] == [0, 0]
         assert [list(o.outputs[0].token_ids) for o in again] == before
@@ -248,15 +248,15 @@ def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
         del caches
         weights = (tmp_path / "model.safetensors").stat().st_size
         awake = resident()
-        llm._engine.core.set_sleep(1)
+        llm._engine.core.memory.set_sleep(1)
         without_cache = resident()
         assert awake - without_cache > 0.9 * cached > 40e6
-        assert llm._engine.core.freed_bytes > 0.9 * cached
-        llm._engine.core.set_sleep(2)
+        assert llm._engine.core.memory.freed_bytes > 0.9 * cached
+        llm._engine.core.memory.set_sleep(2)
         assert without_cache - resident() > 0.9 * weights > 25e6
-        assert llm._engine.core.freed_bytes > 0.9 * (cached + weights)
-        llm._engine.core.set_sleep(0)
-        assert llm._engine.core.freed_bytes == 0
+        assert llm._engine.core.memory.freed_bytes > 0.9 * (cached + weights)
+        llm._engine.core.memory.set_sleep(0)
+        assert llm._engine.core.memory.freed_bytes == 0
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
