@@ -211,7 +211,7 @@ class ModelRunner:
             return None
         pending_extras = [extra for reader in reading for extra in reader(hidden, batch, plan)]
         sampled = self._sample(hidden, batch, head, pending_extras)
-        read = StepHidden(hidden, self._model_step.take_inputs())
+        read = StepHidden(hidden, self._model_step.take_layer_inputs())
         self._draft_runner.after_sampling(plan, sampled, read)
         self._export(plan)
         return self._output(plan, sync_result, sampled)

@@ -119,7 +119,7 @@ class _Loading:
         """Loads an EAGLE head. Every worker of the last stage computes what a head reads; only the
         output rank holds the head."""
         if method == "eagle3":
-            self._keep_inputs()
+            self._tap_layers()
         if not self._mesh.is_output_rank:
             return NoDraftModel(reads_hidden=True)
         hf_config = load_config(self._config)
@@ -152,14 +152,9 @@ class _Loading:
         self._finish(layer)
         return DraftModel(layer, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
 
-    def _keep_inputs(self) -> None:
+    def _tap_layers(self) -> None:
         layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)
-        if not hasattr(self._model, "keep_inputs"):
-            raise ValueError(
-                "the model runs through transformers, which gives no states of its layers to a "
-                "head; take a head for drafts.method=eagle, or drafts.method=model"
-            )
-        self._model.keep_inputs(layers)
+        self._model.tap_layers(layers)
 
     def _borrow(self, head: EagleModel | Eagle3Model | MtpModel) -> int:
         """Fills the parts for which the head does not have weights from the target model's

@@ -46,7 +46,7 @@ class StepHidden:
     last: Tensor
     """[T, hidden] normed hidden states of all tokens, if `NoDraftModel.reads_hidden`."""
     layer_inputs: Sequence[Tensor]
-    """[T, hidden] each: the inputs of the layers that were passed to `keep_inputs`."""
+    """[T, hidden] each: the inputs of the layers that the head taps (see `LayerTaps`)."""
 
 
 class NoDraftRunner:

@@ -157,8 +157,9 @@ class EagleModel(_Head):
         residual: Tensor | None = None
         cos, sin = self.rope(batch.positions)
         for layer in self.layers:
-            wanted = batch.hidden_indices if layer is self.layers[-1] else None
-            x, residual = layer(x, residual, cos, sin, batch.attention, wanted)
+            hidden_indices = batch.hidden_indices if layer is self.layers[-1] else None
+            x, residual = layer.norm_input(x, residual)
+            x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         own = x if residual is None else x + residual
         return own, own
 

@@ -8,7 +8,7 @@ cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,15 @@ from swell.worker.models import generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
 from swell.worker.models.generic_build import materialize, on_meta
 from swell.worker.models.generic_masks import UnsupportedMaskError
-from swell.worker.models.generic_parallel import StageBoundary, split_stages, split_tensors
+from swell.worker.models.generic_parallel import (
+    StageBoundary,
+    decoder_layers,
+    split_stages,
+    split_tensors,
+)
 from swell.worker.models.generic_weights import WeightsMapper
 from swell.worker.step.intermediate import IntermediateTensors
+from swell.worker.step.layer_taps import LayerTaps
 
 if TYPE_CHECKING:
     from swell.worker.layers.attention import Attention
@@ -80,6 +86,7 @@ class GenericForCausalLM(nn.Module):
         self._prompt_embeds: EmbedsOverride | None = None
         if mesh.is_first_stage:
             base.get_input_embeddings().register_forward_hook(self._embed)
+        self.taps = LayerTaps(self.range)
         self._trace()
 
     def forward(
@@ -97,10 +104,11 @@ class GenericForCausalLM(nn.Module):
             return nothing.hidden_states.new_empty(0, self.width)
         self._calls.metadata = batch.attention
         incoming = None if intermediate is None else intermediate.hidden_states
+        self.taps.begin(() if intermediate is None else intermediate.layer_inputs)
         self._prompt_embeds = batch.prompt_embeds
         hidden = self._run(batch.input_ids, batch.positions, incoming)
         if not self.mesh.is_last_stage:
-            return IntermediateTensors(hidden)
+            return IntermediateTensors(hidden, layer_inputs=self.taps.leaving())
         return (
             hidden if batch.hidden_indices is None else hidden.index_select(0, batch.hidden_indices)
         )
@@ -123,15 +131,28 @@ class GenericForCausalLM(nn.Module):
         these logits, [S] float32"""
         return greedy_sample(self.compute_logits(hidden))
 
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Captures the inputs of these layers, in any stage, from now on. Raises `ValueError` for a
+        model whose layers cannot be found."""
+        modules = decoder_layers(self.base, self.base.config.num_hidden_layers)
+        self.taps.select(layers)
+        for index in self.taps.tapped:
+            modules[index].register_forward_pre_hook(self._record_input, with_kwargs=True)
+
+    def _record_input(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        x: torch.Tensor = args[0] if args else kwargs["hidden_states"]  # [1, T, hidden]
+        self.taps.record(x[0])
+
     def attention_layers(self) -> list[Attention]:
         """Returns the attention layers of this stage, in order: each needs a KV cache."""
         return [self._calls.layers[i] for i in self.range]
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
         """Returns buffers for the activations of the previous stage, for `tokens` tokens."""
-        return IntermediateTensors(
-            torch.empty(tokens, self.hidden, dtype=self.dtype, device=self.device)
+        x, *others = torch.empty(
+            1 + self.taps.num_earlier, tokens, self.hidden, dtype=self.dtype, device=self.device
         )
+        return IntermediateTensors(x, layer_inputs=others)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """Returns the parts of the checkpoint that this rank needs; `stored`: the checkpoint's

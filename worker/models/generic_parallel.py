@@ -150,6 +150,23 @@ class PPMissingLayer(nn.Module):
         return x
 
 
+def decoder_layers(base: nn.Module, count: int) -> nn.ModuleList:
+    """Returns the list of a model's `count` layers. Raises `ValueError` if it has none, or several
+    that may be it."""
+    lists = [
+        module
+        for path, module in base.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count and "*" not in _pattern(path)
+    ]
+    if len(lists) != 1:
+        raise ValueError(
+            f"the model {type(base).__name__!r} has {len(lists)} lists of {count} layers, and the "
+            "inputs of its layers cannot be captured; take a head for drafts.method=eagle, or "
+            "drafts.method=model"
+        )
+    return lists[0]
+
+
 def split_stages(model: nn.Module, base: Any, mesh: Mesh, stage_boundary: StageBoundary) -> range:
     """Keeps only this stage's part of `base`; returns its layers.
 

@@ -29,6 +29,7 @@ from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.models.llama_traits import TRAITS, Traits
 from swell.worker.step.intermediate import IntermediateTensors, stage_layers
+from swell.worker.step.layer_taps import LayerTaps
 
 if TYPE_CHECKING:
     from swell.kernels.attention import AttentionMetadata
@@ -101,27 +102,28 @@ class LlamaLayer(nn.Module):
         self.mlp_norm = RMSNorm(hidden, eps)
         self.mlp = mlp
         self.mlp_name = traits.mlp_name
-        self.keeps_input = False
-        self.input: torch.Tensor | None = None
-        """[T, hidden] the layer's input of the last step, if `keeps_input`."""
+
+    def norm_input(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and residual [T, hidden], whose sum is the layer's input; residual None: the input is
+        x. Returns the normed input, and the input."""
+        if residual is None:
+            return self.attention_norm(x), x
+        return self.attention_norm.add(x, residual)
 
     def forward(
         self,
         x: torch.Tensor,
-        residual: torch.Tensor | None,
+        residual: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
         meta: AttentionMetadata,
         hidden_indices: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and residual [T, hidden] -> both [W, hidden], for the tokens `hidden_indices` [W]
-        int64; None: for all tokens. The K and V of all T tokens are written."""
-        if residual is None:
-            x, residual = self.attention_norm(x), x
-        else:
-            x, residual = self.attention_norm.add(x, residual)
-        if self.keeps_input:
-            self.input = residual
+        """x and residual [T, hidden], the results of `norm_input` -> a pair whose sum is the
+        layer's output, both [W, hidden], for the tokens `hidden_indices` [W] int64; None: for all
+        tokens. The K and V of all T tokens are written."""
         x = self.attention(x, cos, sin, meta, hidden_indices)
         x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
         return self.mlp(x), residual
@@ -166,16 +168,12 @@ class LlamaModel(nn.Module):
         self.embedding_width = int(config.hidden_size)
         """The size of one prompt embedding."""
         self.active_adapters = ActiveAdapters()
-        self._keeping: Sequence[int] = ()
-        self._keepers: list[LlamaLayer] = []
-        """The layers of this stage that keep their inputs."""
-        self._received: Sequence[torch.Tensor] = ()
-        """The kept inputs of earlier stages' layers, from the last step."""
         self.device, self.dtype = device, dtype
         self.vocab_size = int(config.vocab_size)
         stages = mesh.pipeline.size
         self.num_layers = int(config.num_hidden_layers)
         self.range = stage_layers(config.num_hidden_layers, stages, mesh.stage)
+        self.taps = LayerTaps(self.range)
         layers = (
             LlamaLayer(config, traits, i, group, self.make_mlp(config, traits, i))
             for i in self.range
@@ -218,45 +216,25 @@ class LlamaModel(nn.Module):
         else:
             assert intermediate is not None, "a later stage needs what the one before it computed"
             x, residual = intermediate.hidden_states, intermediate.residual
-            if self._keeping:
-                self._received = intermediate.kept
+        self.taps.begin(() if intermediate is None else intermediate.layer_inputs)
+        tapped = self.taps.tapped
         cos, sin = self.rope(batch.positions)
         last = self.layers[-1] if self.mesh.is_last_stage else None
-        for layer in self.layers:
+        for index, layer in zip(self.range, self.layers, strict=True):
             hidden_indices = batch.hidden_indices if layer is last else None
+            x, residual = layer.norm_input(x, residual)
+            if index in tapped:
+                self.taps.record(residual)
             x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
-            return IntermediateTensors(x, residual, self._take_kept())
+            return IntermediateTensors(x, residual, self.taps.leaving())
         assert residual is not None, "each stage has a layer"
         x, _ = self.norm.add(x, residual)
         return x
 
-    def keep_inputs(self, layers: Sequence[int]) -> None:
-        """Keeps the inputs of these layers, in any stage; each stage passes them on to the next
-        one."""
-        self._keeping = layers
-        own = zip(self.range, self.layers, strict=True)
-        self._keepers = [layer for i, layer in own if i in layers]
-        for layer in self._keepers:
-            layer.keeps_input = True
-
-    def take_inputs(self) -> list[torch.Tensor]:
-        """Returns the kept inputs of the last step, [T, hidden] each, on the last stage, in the
-        order of `keep_inputs`; then drops them."""
-        if not self._keeping:
-            return []
-        kept = dict(zip(sorted({*self._keeping}), self._take_kept(), strict=True))
-        return [kept[layer] for layer in self._keeping]
-
-    def _take_kept(self) -> list[torch.Tensor]:
-        """Returns the kept inputs of this stage and earlier ones, in the order of the layers."""
-        if not self._keeping:
-            return []
-        own = [layer.input for layer in self._keepers if layer.input is not None]
-        taken, self._received = [*self._received, *own], ()
-        for layer in self._keepers:
-            layer.input = None
-        return taken
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Captures the inputs of these layers, in any stage, from now on."""
+        self.taps.select(layers)
 
     def attention_layers(self) -> list[Attention]:
         """Returns the attention layers of this stage, in order: each needs a KV cache."""
@@ -279,9 +257,8 @@ class LlamaModel(nn.Module):
 
     def make_empty_intermediate(self, tokens: int) -> IntermediateTensors:
         """Returns buffers for the activations of the previous stage, for `tokens` tokens."""
-        kept = {layer for layer in self._keeping if layer < self.range.start}
         x, residual, *others = torch.empty(
-            2 + len(kept), tokens, self.hidden, dtype=self.dtype, device=self.device
+            2 + self.taps.num_earlier, tokens, self.hidden, dtype=self.dtype, device=self.device
         )
         return IntermediateTensors(x, residual, others)
 

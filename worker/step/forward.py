@@ -51,9 +51,9 @@ class Forward:
         input of the next stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
-    def take_inputs(self) -> list[Tensor]:
-        """Returns the layer inputs of the last call of `hidden` (see `LlamaModel.take_inputs`)."""
-        return self._model.take_inputs() if hasattr(self._model, "take_inputs") else []
+    def take_layer_inputs(self) -> list[Tensor]:
+        """Returns the captured layer inputs of the last call of `hidden` (see `LayerTaps`)."""
+        return self._model.taps.take() if hasattr(self._model, "taps") else []
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         """Computes the head's output for the rows that sample. `hidden`: the result of the last
@@ -92,8 +92,8 @@ class CapturedForward(Forward):
             return super().hidden(batch, intermediate, head)
         return self._replayed.run(batch)
 
-    def take_inputs(self) -> list[Tensor]:
-        return self._replayed.layer_inputs if self._replayed else super().take_inputs()
+    def take_layer_inputs(self) -> list[Tensor]:
+        return self._replayed.layer_inputs if self._replayed else super().take_layer_inputs()
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         replayed = self._replayed.head_output if self._replayed else []
@@ -140,7 +140,7 @@ class _Captured:
         adapters = None if batch.adapters is None else batch.adapters._replace(num_tokens=tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
         device = inputs.input_ids.device.type
-        # [samples, hidden]; then [tokens, hidden] for each layer that keeps its input; then the
+        # [samples, hidden]; then [tokens, hidden] for each tapped layer; then the
         # head's output, if it was captured
         self._results, self.graph = capture(
             lambda: self._compute(forward, largest), device, tokens, rows, samples
@@ -154,7 +154,7 @@ class _Captured:
 
     def _compute(self, forward: Forward, batch: InputBatch) -> list[Tensor]:
         hidden: Tensor = forward.hidden(batch, None, self.head)
-        inputs = forward.take_inputs()
+        inputs = forward.take_layer_inputs()
         self._num_inputs = len(inputs)
         if self.head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
             return [hidden, *inputs]  # no backend operation makes logits float32

@@ -17,12 +17,11 @@ class IntermediateTensors:
     residual: torch.Tensor | None = None
     """[T, hidden], a sum to which `hidden_states` must still be added; None: the model does not use
     it."""
-    kept: Sequence[torch.Tensor] = ()
-    """[T, hidden] each: the inputs of earlier layers, in layer order, for a draft head that reads
-    them."""
+    layer_inputs: Sequence[torch.Tensor] = ()
+    """[T, hidden] each: the captured inputs of earlier layers (see `LayerTaps`)."""
 
     def tensors(self) -> list[torch.Tensor]:
-        return [t for t in (self.hidden_states, self.residual, *self.kept) if t is not None]
+        return [t for t in (self.hidden_states, self.residual, *self.layer_inputs) if t is not None]
 
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:

@@ -183,11 +183,15 @@ def test_each_stage_hands_on_what_its_layers_have_read(
     guesses.assert_those_of(plain_head(head(name), NANO), 20)
 
 
-def test_eagle_needs_only_the_last_states(head: Any, wanted: dict[str, list[Any]]) -> None:
-    with drafting(head("eagle"), "eagle", model__backend="transformers") as llm:
+@pytest.mark.parametrize(("name", "stages"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
+def test_a_model_that_runs_through_transformers(
+    name: str, stages: int, head: Any, wanted: dict[str, list[Any]]
+) -> None:
+    ways = {"model__backend": "transformers", "parallel__pipeline": stages}
+    with drafting(head(name), name, **ways) as llm:
         guesses = Guesses(llm)
         assert answers(llm) == wanted["greedy"]
-    guesses.assert_those_of(plain_head(head("eagle"), NANO), 20)
+    guesses.assert_those_of(plain_head(head(name), NANO), 20)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -306,12 +310,6 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
     text = str(caught.value)
     assert text.startswith(f"drafts.model={path!r}"), text
     assert all(part in text for part in parts), text
-
-
-def test_eagle3_is_refused_where_it_finds_no_states_of_layers(head: Any) -> None:
-    path = head("eagle3")
-    with pytest.raises(ConfigError, match="runs through transformers"):
-        drafting(path, "eagle3", model__backend="transformers")
 
 
 @pytest.mark.parametrize("aux", [[1, 2], [0, 1, 3], [-2, 1, 2]])
