@@ -3,22 +3,17 @@ needs."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from swell.configs.schema import Config
 from swell.worker.drafting.draft_model import NoDraftModel
+from swell.worker.model_interfaces import Model, moe_layers
 from swell.worker.moe.experts import max_share_bytes
 from swell.worker.moe.routed_experts import RouteLayout
 from swell.worker.step import kv_cache
 
 
-def moe_layers(model: Any) -> list[Any]:
-    return model.moe_layers() if hasattr(model, "moe_layers") else []
-
-
-def block_bytes(config: Config, model: Any, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
+def block_bytes(config: Config, model: Model, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
     """Returns the bytes of one block: its K and V, and everything else that is kept for it."""
     block_tokens = config.cache.block_tokens
     kv_bytes = kv_cache.bytes_per_block(model.attention_layers(), block_tokens, dtype)
@@ -30,7 +25,7 @@ def block_bytes(config: Config, model: Any, dtype: torch.dtype, draft_model: NoD
 
 def count_cache_blocks(
     config: Config,
-    model: Any,
+    model: Model,
     dtype: torch.dtype,
     draft_model: NoDraftModel,
     device: torch.device,

@@ -36,6 +36,7 @@ from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_folder import model_folder
+from swell.worker.model_interfaces import HasMesh
 from swell.worker.quantization import refuse_quantized, refuse_type
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
@@ -167,6 +168,7 @@ def load_weights(
     """
     if not is_sharded(model_config):
         return LoadedWeights(load_weight_shards(model.weight_shards, model_config, progress), 0)
+    assert isinstance(model, HasMesh), "only models that sample are saved sharded"
     folder = _folder(model_config.path)
     refuse_other_model(folder, read_index(folder), model_config)
     report = _LoadProgress(0, progress)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +31,7 @@ from swell.configs.runtime.log import first_line
 from swell.configs.shown import shown
 from swell.kernels.lora import LoraTokens
 from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart, NoLora
+from swell.worker.model_interfaces import Model, SupportsLoRA
 from swell.worker.wire import AdapterLoaded, LoadAdapter, NewRequest, SchedulerOutput
 
 _MAX_READS = 16
@@ -91,11 +92,11 @@ class Adapters(NoAdapters):
     steps. Before that, another thread reads the adapter's files, since their folder may hang.
     """
 
-    def __init__(self, config: LoraConfig, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, config: LoraConfig, model: Model, dtype: torch.dtype) -> None:
         """Loads all adapters of the configuration into the layers of a loaded model. Raises
         `ValueError` for an adapter that does not fit, and for a model that does not accept
         adapters."""
-        if not getattr(model, "takes_adapters", False):
+        if not isinstance(model, SupportsLoRA) or not model.takes_adapters:
             raise ValueError(
                 f"{config.reason}: this model takes no adapters, only native dense models that "
                 f"sample do (llama, mistral, qwen2, qwen3); {MERGE}"
@@ -262,7 +263,7 @@ def _failure(done: Future[int]) -> str:
     return "" if error is None else first_line(error)
 
 
-def make_adapters(config: LoraConfig, model: Any, dtype: torch.dtype) -> NoAdapters:
+def make_adapters(config: LoraConfig, model: Model, dtype: torch.dtype) -> NoAdapters:
     """Returns the adapters of a worker with a loaded model. Raises what `Adapters` raises."""
     return Adapters(config, model, dtype) if config.is_on else NO_ADAPTERS
 

@@ -8,7 +8,6 @@ results are returned as an `AsyncModelRunnerOutput`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -23,6 +22,7 @@ from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.memory.block_files import BlockFiles
 from swell.worker.memory.offload_store import OffloadStore
+from swell.worker.model_interfaces import ComputesLogits, Model, SupportsPP, SupportsPromptEmbeds
 from swell.worker.moe.dp_sync import DPSync, DPSyncResult
 from swell.worker.moe.routed_experts import RoutedExpertsReader, RouteRecorder
 from swell.worker.pool.pooler import Pooler
@@ -92,7 +92,7 @@ def with_tokens_alone(row: NewRequest) -> NewRequest:
 class ModelRunnerArgs:
     """The parts that a model runner works with."""
 
-    model: Any
+    model: Model
     """This worker's stage and tensor part (see `worker/models`); its attention layers are bound to
     caches."""
     mesh: Mesh
@@ -145,20 +145,25 @@ class ModelRunner:
             self.states, model.vocab_size, args.tokenizer_path, self.failed, mesh.tensor
         )
         self.readers: list[HiddenStatesReader] = (
-            make_readers(model, self.states)
-            if args.pooler is None
-            else [PoolingReader(args.pooler, self.states)]
+            [PoolingReader(args.pooler, self.states)]
+            if args.pooler is not None
+            else make_readers(model, self.states)
+            if isinstance(model, ComputesLogits)
+            else []
         )
         self.routes = args.routes
         if self.routes is not None:
             self.readers.append(RoutedExpertsReader(self.routes, self.states, self.blocks))
-        width = getattr(model, "embedding_width", None)
+        width = model.embedding_width if isinstance(model, SupportsPromptEmbeds) else None
         self.prompt_embeds = PromptEmbedsTable(width, device, mesh.is_first_stage)
         step_tokens = scheduler.max_tokens_per_step
         self.adapters = AdapterSlots(args.adapters, max(step_tokens, rows), device)
         self.feedback = make_feedback(mesh, self.states)
         self.dp_sync = args.dp_sync
         self.batches = BatchBuilder(self.states, self.blocks, step_tokens, args.draft_tokens)
+        self._make_intermediate = (
+            model.make_empty_intermediate if isinstance(model, SupportsPP) else None
+        )
         self._model_step = make_forward(model, self.states, mesh)
         self._reads_all = self.routes is not None or args.draft_model.reads_hidden
         self._draft_runner = args.draft_model.make_runner(self.states, self.blocks, step_tokens)
@@ -291,7 +296,8 @@ class ModelRunner:
         stage, group, routes = self.mesh.stage, self.mesh.pipeline, self.routes
         intermediate = None
         if not self.mesh.is_first_stage:
-            intermediate = self.model.make_empty_intermediate(batch.num_tokens)
+            assert self._make_intermediate is not None, "the model has stages"
+            intermediate = self._make_intermediate(batch.num_tokens)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
             if routes is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from swell.configs.runtime.network import prepare_for_nccl
 from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config
 from swell.kernels import backends
-from swell.worker.cache_size import block_bytes, count_cache_blocks, moe_layers
+from swell.worker.cache_size import block_bytes, count_cache_blocks
 from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.stores import Stores, reachable
 from swell.worker.device import device_of
@@ -35,6 +35,7 @@ from swell.worker.memory.block_files import BlockFiles
 from swell.worker.memory.new_weights import ModelShape, with_weights_of
 from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.memory.sleep import SleepingWeights, collect_frozen, freed_by, give_back
+from swell.worker.model_interfaces import Model, PoolingModel, moe_layers
 from swell.worker.models import build_model
 from swell.worker.moe.dp_sync import make_dp_sync
 from swell.worker.moe.experts import rebalance
@@ -88,7 +89,7 @@ class Worker:
         if self.device.type == "cuda":
             prepare_for_nccl(self._host, config.cluster.interface)
         self.mesh: Mesh | None = None
-        self.model: Any = None
+        self.model: Model | None = None
         self._is_whole = False
         """Whether the models have all weights: an error or interrupt may leave one half-loaded."""
         self.pooler: Pooler | None = None
@@ -129,13 +130,14 @@ class Worker:
         model_config, parallel = self.config.model, self.config.parallel
         self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device, host=self._host)
         hf_config, pooling, loaded = self._build_model()
+        model = self._built_model
         length = max_model_len(model_config, hf_config)
         draft_model = self.draft_model
-        keeps_kv = kv_cache.keeps_kv(self.model.attention_layers())
+        keeps_kv = kv_cache.keeps_kv(model.attention_layers())
         if pooling is not None:
             step_tokens = None if keeps_kv else self.config.scheduler.max_tokens_per_step
-            length = max_text_tokens(pooling, self.model, model_config, length, step_tokens)
-        sizes = self.config, self.model, self._dtype, draft_model
+            length = max_text_tokens(pooling, model, model_config, length, step_tokens)
+        sizes = self.config, model, self._dtype, draft_model
         mapped_bytes = loaded.mapped_bytes + draft_model.mapped_bytes
         lengths = length, mapped_bytes, self.adapters.reserved_bytes
         offload_blocks = count_offload_blocks(self.config.cache, block_bytes(*sizes))
@@ -162,21 +164,28 @@ class Worker:
         if self._shape is not None:
             self._shape.refuse_other(shape, model_config.path)
         self._shape = shape
-        self.model = build_model(
+        self.model = model = build_model(
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
-        loaded = load_weights(self.model, model_config, self._on_loaded)
-        pack_weights(self.model)
-        self.adapters = make_adapters(self.config.lora, self.model, self._dtype)
+        loaded = load_weights(model, model_config, self._on_loaded)
+        pack_weights(model)
+        self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
-            self.pooler = load_pooler(pooling, self.model, model_config, self.device, self._dtype)
-        for layer in [*self.model.attention_layers(), *moe_layers(self.model)]:
+            self.pooler = load_pooler(
+                pooling, cast("PoolingModel", model), model_config, self.device, self._dtype
+            )
+        for layer in [*model.attention_layers(), *moe_layers(model)]:
             layer.register_forward_hook(self._count_layer)
         self.draft_model = load_draft_model(
-            self.config, hf_config, pooling, self.model, self.mesh, self._count_progress
+            self.config, hf_config, pooling, model, self.mesh, self._count_progress
         )
         self._is_whole = True
         return hf_config, pooling, loaded
+
+    @property
+    def _built_model(self) -> Model:
+        assert self.model is not None, "load comes first"
+        return self.model
 
     def init_cache(
         self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int] = (0, 0)
@@ -190,7 +199,7 @@ class Worker:
         backends.prepare(self.device.type)
         self._cache_size = num_blocks, max_model_len, offload_blocks
         cache = self.config.cache
-        layers = self.model.attention_layers()
+        layers = self._built_model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
         caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
         of_drafts = self.draft_model.allocate(num_blocks, cache.block_tokens, self.device)
@@ -198,7 +207,12 @@ class Worker:
         if self.config.model.routed_experts:
             max_tokens = self.config.scheduler.max_tokens_per_step
             self._routes = RouteRecorder(
-                self.model, self.mesh, num_blocks, cache.block_tokens, max_tokens, self.device
+                self._built_model,
+                self.mesh,
+                num_blocks,
+                cache.block_tokens,
+                max_tokens,
+                self.device,
             )
             if self.mesh is not None and self.mesh.is_last_stage:
                 caches.append(self._routes.blocks.view(self._dtype))
@@ -242,7 +256,7 @@ class Worker:
         if self.config.parallel.expert:
             count = self._count_progress if plan.engines > 1 else self._count_unless_aborted
             try:
-                moved, loaded = rebalance(self.model, self.mesh, self.config.model, count)
+                moved, loaded = rebalance(self._built_model, self.mesh, self.config.model, count)
             except BaseException:
                 self.mesh.abort()  # peers in a collective must not wait for this worker
                 raise
@@ -349,7 +363,7 @@ class Worker:
         assert self.mesh is not None and self._cache_size is not None
         self._progress_counter, self.runner = self.progress_counter, None
         args = ModelRunnerArgs(
-            model=self.model,
+            model=self._built_model,
             mesh=self.mesh,
             scheduler=self.config.scheduler,
             cache=self.config.cache,
@@ -363,7 +377,9 @@ class Worker:
             adapters=self.adapters,
             routes=self._routes,
             draft_model=self.draft_model,
-            dp_sync=make_dp_sync(self.model, self.mesh, self.config.parallel, self._count_progress),
+            dp_sync=make_dp_sync(
+                self._built_model, self.mesh, self.config.parallel, self._count_progress
+            ),
         )
         self.runner = ModelRunner(args)
 

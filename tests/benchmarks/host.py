@@ -175,8 +175,9 @@ class ZeroModel:
 def worker_side(rows: int, context: int) -> dict[str, float]:
     """Returns the microseconds of a step on a worker whose model costs nothing."""
     mesh = Mesh(0, 0, SoloGroup(), SoloGroup(), SoloGroup())
+    model: Any = ZeroModel()
     args = ModelRunnerArgs(
-        model=ZeroModel(),
+        model=model,
         mesh=mesh,
         scheduler=_SCHEDULER,
         cache=_CACHE,

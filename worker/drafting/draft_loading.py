@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from swell.worker.loader import (
     resolve_dtype,
 )
 from swell.worker.loader import max_model_len as max_length
+from swell.worker.model_interfaces import HasKVCache, Model, SupportsLayerTaps
 from swell.worker.models import build_model, resolve_ties
 
 _KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")
@@ -51,7 +53,7 @@ def load_draft_model(
     config: Config,
     hf_config: Any,
     pooling: PoolingSpec | None,
-    model: Any,
+    model: Model,
     mesh: Mesh,
     progress: Callable[[], None],
 ) -> NoDraftModel:
@@ -89,7 +91,7 @@ class _Loading:
         self,
         config: Config,
         hf_config: Any,
-        model: Any,
+        model: Model,
         mesh: Mesh,
         progress: Callable[[], None],
     ) -> None:
@@ -110,10 +112,12 @@ class _Loading:
             )
         dtype = resolve_dtype(self._config, hf_config)
         alone = Mesh.build(ParallelConfig(), 0, device=self._device)
-        model: Any = build_model(self._config, hf_config, alone, self._device, dtype)
+        model = build_model(self._config, hf_config, alone, self._device, dtype)
         loaded = load_weights(model, self._config, self._on_loaded)
         self._finish(model)
-        return DraftModel(model, dtype, loaded.nbytes, loaded.mapped_bytes, DraftRunner)
+        return DraftModel(
+            model, dtype, loaded.nbytes, loaded.mapped_bytes, partial(DraftRunner, model)
+        )
 
     def load_head(self, method: str) -> NoDraftModel:
         """Loads an EAGLE head. Every worker of the last stage computes what a head reads; only the
@@ -134,7 +138,7 @@ class _Loading:
         if isinstance(head, Eagle3Model):
             self._check_offsets(head)
         self._finish(head)
-        return DraftModel(head, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
+        return DraftModel(head, dtype, nbytes, 0, partial(EagleRunner, head), reads_hidden=True)
 
     def load_mtp_layer(self) -> NoDraftModel:
         """Loads an MTP layer, like `load_head`; the layer may be among the target model's own
@@ -150,10 +154,11 @@ class _Loading:
         nbytes += self._borrow(layer)
         layer.check()
         self._finish(layer)
-        return DraftModel(layer, dtype, nbytes, 0, EagleRunner, reads_hidden=True)
+        return DraftModel(layer, dtype, nbytes, 0, partial(EagleRunner, layer), reads_hidden=True)
 
     def _tap_layers(self) -> None:
         layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)
+        assert isinstance(self._model, SupportsLayerTaps), "every decoder does"
         self._model.tap_layers(layers)
 
     def _borrow(self, head: EagleModel | Eagle3Model | MtpModel) -> int:
@@ -210,7 +215,7 @@ class _Loading:
                 f"and the model has {self._text_config.vocab_size}; copy or download it again"
             )
 
-    def _finish(self, model: Any) -> None:
+    def _finish(self, model: HasKVCache) -> None:
         pack_weights(model)
         for layer in model.attention_layers():
             layer.register_forward_hook(lambda *call: self._progress())

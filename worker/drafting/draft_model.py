@@ -10,18 +10,18 @@ other.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from swell.worker.drafting.draft_runner import NoDraftRunner
+from swell.worker.model_interfaces import HasKVCache
 from swell.worker.step import kv_cache
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.request_states import RequestStates
 
-MakeRunner = Callable[[Any, RequestStates, BlockTables, int], NoDraftRunner]
-"""(model, states, blocks, most tokens of a step) -> the runner that computes the model."""
+MakeRunner = Callable[[RequestStates, BlockTables, int], NoDraftRunner]
+"""(states, blocks, most tokens of a step) -> the runner that computes the model."""
 
 
 class NoDraftModel:
@@ -31,7 +31,7 @@ class NoDraftModel:
     """Bytes of its weights."""
     mapped_bytes = 0
     """The same as `LoadedWeights.mapped_bytes`."""
-    modules: tuple[nn.Module, ...] = ()
+    modules: tuple[HasKVCache, ...] = ()
 
     def __init__(self, reads_hidden: bool = False) -> None:
         """`reads_hidden`: the engine's draft model reads the target model's hidden states, so every
@@ -64,7 +64,7 @@ class DraftModel(NoDraftModel):
 
     def __init__(
         self,
-        model: Any,
+        model: HasKVCache,
         dtype: torch.dtype,
         nbytes: int,
         mapped_bytes: int,
@@ -92,4 +92,4 @@ class DraftModel(NoDraftModel):
     def make_runner(
         self, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> NoDraftRunner:
-        return self._make_runner(self._model, states, blocks, max_tokens)
+        return self._make_runner(states, blocks, max_tokens)

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
+from swell.worker.model_interfaces import Model
 from swell.worker.sample.proposals import PendingProposals
 from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.step.block_tables import BlockTables
@@ -149,7 +149,7 @@ class GuessingRunner(NoDraftRunner):
 
 class DraftRunner(GuessingRunner):
     def __init__(
-        self, model: Any, states: RequestStates, blocks: BlockTables, max_tokens: int
+        self, model: Model, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
         """`model`: a whole model, whose attention layers are bound to caches of the blocks in
         `blocks`; `max_tokens`: the most tokens of one step."""

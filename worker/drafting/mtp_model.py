@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from swell.configs.schema import ModelConfig, ParallelConfig
-from swell.worker.cache_size import moe_layers
 from swell.worker.comm.groups import make_group
 from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_runner import StepHidden
@@ -32,8 +31,10 @@ from swell.worker.drafting.eagle_model import EMBEDDING, HEAD
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import VocabParallelEmbedding
 from swell.worker.layers.linear import ReplicatedLinear
+from swell.worker.layers.moe import MoE
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.weight_shard import WeightShard, materialize
+from swell.worker.model_interfaces import TextGenerationModel, moe_layers
 from swell.worker.models import build_model
 from swell.worker.step.intermediate import IntermediateTensors
 
@@ -110,6 +111,9 @@ def find_layout(stored: Collection[str], num_layers: int) -> Layout:
 
 
 class MtpModel(nn.Module):
+    block: TextGenerationModel
+    """The layer, as the second stage of a model of two layers."""
+
     def __init__(
         self,
         config: Any,
@@ -138,7 +142,8 @@ class MtpModel(nn.Module):
         is_sparse = any(name.startswith(f"{self.layout.layer}.") for name in experts)
         two_layers = _two_layers(config, is_sparse if stored else None)
         try:
-            self.block: Any = build_model(served, two_layers, mesh, device, dtype)
+            block: Any = build_model(served, two_layers, mesh, device, dtype)
+            self.block = block
         except ValueError as error:
             why, _, _ = str(error).partition("; set parallel.")
             raise ValueError(f"one layer of the model cannot be built alone: {why}") from None
@@ -155,25 +160,21 @@ class MtpModel(nn.Module):
         return own, own
 
     def argmax(self, hidden: Tensor) -> Tensor:
-        tokens: Tensor = self.block.argmax(hidden)[0]
-        return tokens
+        return self.block.argmax(hidden)[0]
 
     def attention_layers(self) -> list[Attention]:
-        layers: list[Attention] = self.block.attention_layers()
-        return layers
+        return self.block.attention_layers()
 
-    def moe_layers(self) -> list[Any]:
+    def moe_layers(self) -> list[MoE]:
         """Returns the MoE layers, like those of the target model."""
-        layers: list[Any] = moe_layers(self.block)
-        return layers
+        return moe_layers(self.block)
 
     @torch.no_grad()
     def check(self) -> None:
         """Raises `ValueError` if the target model's norms or its embedding are of another kind than
         those of this layer; called when its weights are loaded."""
         norms = (each for name, each in self.block.named_modules() if _is_norm(name, each))
-        embeds_plainly = getattr(self.block, "embeds_plainly", True)
-        if not embeds_plainly or not any(self._is_plain(norm) for norm in norms):
+        if not self.block.embeds_plainly or not any(self._is_plain(norm) for norm in norms):
             raise ValueError(f"{_NOT_PLAIN}; take drafts.method=ngram")
 
     def _is_plain(self, norm: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from swell.kernels.linear import PackedTensor, Weight, pack
+from swell.worker.model_interfaces import HoldsTensors
 
 
 class Packable(nn.Module):
@@ -33,7 +34,7 @@ class PackedWeight(Packable):
         self.weight = weight
 
 
-def pack_weights(model: nn.Module) -> None:
+def pack_weights(model: HoldsTensors) -> None:
     """Packs every weight of a loaded model. Afterwards the model cannot be loaded again."""
     for module in model.modules():
         if isinstance(module, Packable):

@@ -11,9 +11,8 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from swell.worker.cache_size import moe_layers
+from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
 _ALONE = threading.Lock()
 """Only one worker of a process frees memory at a time, so that the freed bytes can be measured."""
@@ -24,7 +23,7 @@ class SleepingWeights:
     storage is empty until `wake`, so views of a storage are views of it again afterwards."""
 
     @torch.no_grad()
-    def __init__(self, *models: nn.Module) -> None:
+    def __init__(self, *models: HoldsTensors) -> None:
         storages: dict[int, torch.UntypedStorage] = {}
         tensors = (_tensors_of(model) for model in models)
         for tensor in chain.from_iterable(tensors):
@@ -88,7 +87,7 @@ def collect_frozen() -> None:
         gc.freeze()
 
 
-def _tensors_of(model: nn.Module) -> Iterator[torch.Tensor]:
+def _tensors_of(model: HoldsTensors) -> Iterator[torch.Tensor]:
     """Yields all tensors of a model. Experts that engines may share are not parameters, and packed
     ones are not tensors, so they are added separately."""
     yield from chain(model.parameters(), model.buffers())

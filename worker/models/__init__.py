@@ -1,46 +1,45 @@
 """The models that a worker can run: a table from architecture to class, imported on first use.
 
-A model object is one tensor rank's part of one stage. It has
-
-    forward(batch, intermediate) -> hidden [T, hidden] on the last stage, otherwise
-        IntermediateTensors
-    compute_logits(hidden [S, hidden]) -> [S, vocab] float32, on every tensor rank
-    argmax(hidden [S, hidden]) -> ([S] int64, the tokens of the largest logits, and these logits,
-        [S] float32; see `swell.kernels.sample.greedy_sample`), on every tensor rank
-    vocab_size: the number of tokens
-    attention_layers() -> the attention layers of the stage; each one needs a KV cache
-    make_empty_intermediate(tokens) -> buffers for the activations of the previous stage
-    weight_shards(stored) -> the shards to read from a checkpoint that has the tensors named
-        `stored`
-    tied_pairs(hf_config, stored) -> pairs of names in `stored` that its config ties
-
-A model that pools (`swell.worker.pool`) has instead of `compute_logits`, `argmax` and `tied_pairs`:
-
-    hidden: the size of a hidden state
-    classifier: maps pooled hidden states [P, hidden] to scores [P, classes], if the model
-        classifies
-    segment_starts: slot -> position of the second text, if the model has segment embeddings
-
-A model whose experts engines can share also has
-
-    moe_layers() -> the layers of the stage that have experts; every worker of the stage must
-        compute each of them in every step
-    expert_weight_shards(expert, weights) -> the shards to read for one expert; `weights`: index of
-        a layer among `moe_layers` -> the expert's weights there
+Their interfaces are in `worker/model_interfaces.py`.
 """
 
 from __future__ import annotations
 
 import copy
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
+from swell.worker.model_interfaces import HasMoELayers, Model
+
+if TYPE_CHECKING:
+    from swell.worker.model_interfaces import (
+        HasPositionTable,
+        HasSegments,
+        MixtureOfExperts,
+        PoolingModel,
+        SupportsLoRA,
+        TextGenerationModel,
+    )
+    from swell.worker.models.bert import Bert
+    from swell.worker.models.generic import GenericForCausalLM
+    from swell.worker.models.llama import LlamaForCausalLM
+    from swell.worker.models.llama_pooled import LlamaForPooling
+    from swell.worker.models.modernbert import ModernBert
+    from swell.worker.models.moe import MoeForCausalLM
+
+    # mypy checks that each class has the interfaces that its users expect.
+    _GENERATING: list[type[TextGenerationModel]]
+    _GENERATING = [LlamaForCausalLM, MoeForCausalLM, GenericForCausalLM]
+    _POOLING: list[type[PoolingModel]] = [LlamaForPooling, Bert, ModernBert]
+    _ADAPTED: list[type[SupportsLoRA]] = [LlamaForCausalLM]
+    _WITH_EXPERTS: list[type[MixtureOfExperts]] = [MoeForCausalLM]
+    _OF_PAIRS: list[type[HasSegments]] = [Bert]
+    _OF_POSITIONS: list[type[HasPositionTable]] = [Bert]
 
 NATIVE = {
     "LlamaForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
@@ -71,7 +70,7 @@ def build_model(
     device: torch.device | str,
     dtype: torch.dtype,
     pooling: PoolingSpec | None = None,
-) -> nn.Module:
+) -> Model:
     """Builds the part of the model that this worker runs, on `device`, without loading its weights.
     With `pooling`, builds a model that pools.
 
@@ -82,7 +81,7 @@ def build_model(
 
     length = max_model_len(model_config, hf_config)
     kind = _kind(model_config, hf_config, pooling)
-    if mesh.shares_experts and not hasattr(kind, "moe_layers"):
+    if mesh.shares_experts and not issubclass(kind, HasMoELayers):
         raise ValueError(
             f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
             f"share with model.backend={model_config.backend}; set parallel.expert=false"
@@ -92,8 +91,8 @@ def build_model(
     elif pooling.token_ids is not None:
         hf_config = copy.copy(hf_config)
         hf_config.classifier_token_ids = pooling.token_ids
-    model: nn.Module = kind(hf_config, mesh, torch.device(device), dtype, length)
-    return model.eval()
+    model: Model = kind(hf_config, mesh, torch.device(device), dtype, length).eval()
+    return model
 
 
 def resolve_ties(model_config: ModelConfig, hf_config: Any, dtype: torch.dtype) -> Any:

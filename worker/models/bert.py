@@ -113,8 +113,7 @@ class BertClassifier(nn.Module):
 class Bert(nn.Module):
     """One tensor rank's part of the model."""
 
-    classifier: BertClassifier
-    """Set only for a model that classifies."""
+    classifier: BertClassifier | None
 
     def __init__(
         self,
@@ -136,6 +135,7 @@ class Bert(nn.Module):
         self.embeddings = BertEmbeddings(config, mesh.tensor, first)
         layers = (BertLayer(config, mesh.tensor) for _ in range(config.num_hidden_layers))
         self.layers = cast("Sequence[BertLayer]", nn.ModuleList(layers))
+        self.classifier = None
         if config.architectures[0].endswith("ForSequenceClassification"):
             own = ("bert.pooler.dense", "classifier")
             names = own if self._is_bert else ("classifier.dense", "classifier.out_proj")
@@ -174,7 +174,7 @@ class Bert(nn.Module):
         yield from self.embeddings.weight_shards(f"{prefix}embeddings")
         for i, layer in enumerate(self.layers):
             yield from layer.weight_shards(f"{prefix}encoder.layer.{i}")
-        if hasattr(self, "classifier"):
+        if self.classifier is not None:
             yield from self.classifier.weight_shards()
 
 

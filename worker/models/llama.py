@@ -146,6 +146,7 @@ class LlamaModel(nn.Module):
     after the normed hidden states."""
 
     layers: Sequence[LlamaLayer]
+    embeds_plainly = True
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
 
     def __init__(

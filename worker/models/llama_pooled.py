@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
 from swell.worker.models.llama import HEAD, LlamaModel
@@ -49,20 +50,33 @@ class LlamaForPooling(LlamaModel):
         for suffix in ("Model", _CAUSAL, _CLASSIFIER)
     }
 
+    classifier: ReplicatedLinear | TokenClassifier | None
+
+    def __init__(
+        self,
+        config: Any,
+        mesh: Mesh,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_positions: int,
+    ) -> None:
+        super().__init__(config, mesh, device, dtype, max_positions)
+        if not mesh.is_last_stage:
+            self.classifier = None
+
     def make_head(self, config: Any) -> None:
+        self.classifier = None
         if config.architectures[0].endswith(_CLASSIFIER):
             self.classifier = ReplicatedLinear(config.hidden_size, config.num_labels, bias=False)
         elif token_ids := getattr(config, "classifier_token_ids", None):
             self.classifier = TokenClassifier(token_ids, config.vocab_size, config.hidden_size)
-
-    classifier: ReplicatedLinear | TokenClassifier
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """Yields the shards to read. Embedders are also stored without the prefix `model.`."""
         whole = not stored or any(name.startswith("model.") for name in stored)
         prefix = "model." if whole else ""
         yield from self.backbone_shards(prefix, f"{prefix}embed_tokens")
-        if hasattr(self, "classifier"):
+        if self.classifier is not None:
             name = "score"
             if isinstance(self.classifier, TokenClassifier):
                 is_tied = f"{HEAD}.weight" not in stored if stored else self.tied

@@ -110,8 +110,7 @@ class ModernBertClassifier(nn.Module):
 class ModernBert(nn.Module):
     """One tensor rank's part of the model."""
 
-    classifier: ModernBertClassifier
-    """Set only for a model that classifies."""
+    classifier: ModernBertClassifier | None
 
     def __init__(
         self,
@@ -131,6 +130,7 @@ class ModernBert(nn.Module):
         count = config.num_hidden_layers
         layers = (ModernBertLayer(config, i, mesh.tensor) for i in range(count))
         self.layers = cast("Sequence[ModernBertLayer]", nn.ModuleList(layers))
+        self.classifier = None
         if config.architectures[0].endswith("ForSequenceClassification"):
             self.classifier = ModernBertClassifier(config)
         materialize(self, device, dtype)
@@ -164,7 +164,7 @@ class ModernBert(nn.Module):
         for i, layer in enumerate(self.layers):
             yield from layer.weight_shards(f"{prefix}layers.{i}")
         yield from self.norm.weight_shards(f"{prefix}final_norm")
-        if hasattr(self, "classifier"):
+        if self.classifier is not None:
             yield from self.classifier.weight_shards()
 
 

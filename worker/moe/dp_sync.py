@@ -17,12 +17,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
+from swell.worker.model_interfaces import MixtureOfExperts, Model
 from swell.worker.moe.expert_balancer import ExpertBalancer
 from swell.worker.wire import SchedulerOutput
 
@@ -56,7 +56,7 @@ class DPSync:
 
 
 class LockstepDPSync(DPSync):
-    def __init__(self, model: Any, mesh: Mesh, balancer: ExpertBalancer) -> None:
+    def __init__(self, model: MixtureOfExperts, mesh: Mesh, balancer: ExpertBalancer) -> None:
         self._model = model
         self._mesh = mesh
         self._balancer = balancer
@@ -81,10 +81,11 @@ class LockstepDPSync(DPSync):
 
 
 def make_dp_sync(
-    model: Any, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
+    model: Model, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
 ) -> DPSync:
     """Returns the implementation for this worker's mesh. `on_progress` is called for each expert
     that moves."""
     if not mesh.shares_experts:
         return DPSync()
+    assert isinstance(model, MixtureOfExperts), "build_model refuses others"
     return LockstepDPSync(model, mesh, ExpertBalancer(model, mesh, config, on_progress))

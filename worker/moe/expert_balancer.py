@@ -19,6 +19,7 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.moe import MoE
+from swell.worker.model_interfaces import MixtureOfExperts
 from swell.worker.moe.expert_balance import ExpertPlacement, balance, imbalance
 from swell.worker.moe.experts import holdings, move_experts
 
@@ -32,7 +33,11 @@ class ExpertBalancer:
     """The balancer of one worker. When a group is formed again, its steps are counted from zero."""
 
     def __init__(
-        self, model: Any, mesh: Mesh, config: ParallelConfig, on_progress: Callable[[], None]
+        self,
+        model: MixtureOfExperts,
+        mesh: Mesh,
+        config: ParallelConfig,
+        on_progress: Callable[[], None],
     ) -> None:
         self._layers: list[MoE] = model.moe_layers() if config.balance_steps else []
         self._mesh, self._config, self._on_progress = mesh, config, on_progress

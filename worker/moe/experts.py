@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from swell.configs.schema import Config, ModelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.moe import Expert, MoE, PlainExpert, pack_expert, unpack_expert
 from swell.worker.loader import load_experts
+from swell.worker.model_interfaces import MixtureOfExperts, Model
 
 
 def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
@@ -109,7 +109,7 @@ def max_share_bytes(layers: Sequence[MoE], config: Config) -> int:
 
 
 def rebalance(
-    model: Any, mesh: Mesh, model_config: ModelConfig, on_progress: Callable[[], None]
+    model: Model, mesh: Mesh, model_config: ModelConfig, on_progress: Callable[[], None]
 ) -> tuple[int, int]:
     """Moves the experts of this stage to the owners that `place_experts` selects. Every worker of
     `mesh.expert` calls this at the same time.
@@ -121,8 +121,7 @@ def rebalance(
     fails, and `ValueError` if the checkpoint cannot be read; in both cases each expert of this rank
     is either complete in a layer or absent from it.
     """
-    layers = model.moe_layers()
-    if not layers:
+    if not isinstance(model, MixtureOfExperts) or not (layers := model.moe_layers()):
         return 0, 0
     here, moved, missing = mesh.expert.rank, set(), defaultdict(list)
     for at, (layer, have) in enumerate(zip(layers, holdings(layers, mesh), strict=True)):
@@ -193,7 +192,7 @@ def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> Plai
 
 
 def _load(
-    model: Any,
+    model: MixtureOfExperts,
     mesh: Mesh,
     missing: Mapping[int, Sequence[int]],
     model_config: ModelConfig,

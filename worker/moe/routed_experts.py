@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.worker.comm.mesh import Group, Mesh
+from swell.worker.model_interfaces import MixtureOfExperts, Model, moe_layers
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Extra, RoutedExperts
 from swell.worker.step.block_tables import BlockTables
@@ -53,17 +53,16 @@ class RouteLayout:
     """Whether the number of an expert takes two bytes instead of one."""
 
     @classmethod
-    def of(cls, model: Any) -> RouteLayout:
+    def of(cls, model: Model) -> RouteLayout:
         """Returns the layout for a model. Raises `ValueError` if its experts are not computed
         here."""
-        layers: tuple[int, ...] = getattr(model, "expert_layers", ())
-        if not layers:
+        if not isinstance(model, MixtureOfExperts) or not model.expert_layers:
             raise ValueError(
                 "model.routed_experts=true needs a mixture of experts that Swell computes itself "
                 "(Mixtral, Qwen3-MoE); this model is none, or model.backend is transformers. "
                 "Leave model.routed_experts out"
             )
-        traits = model.expert_traits
+        layers, traits = model.expert_layers, model.expert_traits
         return cls(
             layers,
             before=sum(layer < model.range.start for layer in layers),
@@ -93,7 +92,7 @@ class RouteRecorder:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         mesh: Mesh,
         num_blocks: int,
         block_tokens: int,
@@ -106,7 +105,7 @@ class RouteRecorder:
         # [max_tokens, L, k], a view of the same memory
         used = self._step[:, : layout.used_bytes(layout.through)]
         choices = used.view(layout.dtype).unflatten(1, (layout.through, layout.top_k))
-        for index, layer in enumerate(model.moe_layers(), layout.before):
+        for index, layer in enumerate(moe_layers(model), layout.before):
             layer.on_choices = _writer(choices[:, index])
         kept_blocks = num_blocks if mesh.is_last_stage else 0
         # [num_blocks, block_tokens * token_bytes] uint8

@@ -23,6 +23,7 @@ from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.loader import HUB_FILES, load_weight_shards
 from swell.worker.model_folder import model_folder
+from swell.worker.model_interfaces import HasPositionTable, HasSegments, Model, PoolingModel
 from swell.worker.sampler_wire import Activation, PoolingParams
 
 TEXT_FILES = ("*.json",)
@@ -56,11 +57,11 @@ class Dense(nn.Module):
 class Pooler:
     """The modules that follow the pooled hidden states of one model."""
 
-    def __init__(self, spec: PoolingSpec, model: Any) -> None:
+    def __init__(self, spec: PoolingSpec, model: PoolingModel) -> None:
         self.spec = spec
-        self._classifier: nn.Module | None = getattr(model, "classifier", None)
+        self._classifier = model.classifier
         self._dense: list[Dense] = []
-        self._segment_starts: dict[int, int] = getattr(model, "segment_starts", {})
+        self._segment_starts = model.segment_starts if isinstance(model, HasSegments) else {}
         self.hidden_size, self.out_features = int(model.hidden), spec.size
 
     def load(
@@ -125,7 +126,7 @@ def read_model_pooling(config: ModelConfig) -> PoolingSpec | None:
 
 def load_pooler(
     spec: PoolingSpec,
-    model: Any,
+    model: PoolingModel,
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
@@ -137,12 +138,14 @@ def load_pooler(
 
 
 def max_text_tokens(
-    spec: PoolingSpec, model: Any, config: ModelConfig, positions: int, step_tokens: int | None
+    spec: PoolingSpec, model: Model, config: ModelConfig, positions: int, step_tokens: int | None
 ) -> int:
     """Returns the longest text in tokens, for a model with this many positions. `step_tokens`: the
     most tokens of one step, into which the whole text must fit; None: a text may be computed in
     several steps. Raises `ValueError` if the configured length is longer."""
-    limits = {"its positions": min(positions, getattr(model, "max_positions", positions))}
+    if isinstance(model, HasPositionTable):
+        positions = min(positions, model.max_positions)
+    limits = {"its positions": positions}
     if spec.max_tokens is not None:
         limits["max_seq_length of its folder"] = spec.max_tokens
     if step_tokens is not None:

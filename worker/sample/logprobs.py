@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import compress
 from math import isnan
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from swell.kernels.host import to_device
 from swell.kernels.logprobs import LogprobsTensors, rank_tokens
+from swell.worker.model_interfaces import ComputesLogits
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Extra, PromptLogprobs, TokenLogprobs
 from swell.worker.step.input_batch import InputBatch
@@ -176,7 +176,7 @@ class PromptLogprobsReader(HiddenStatesReader):
     A request that takes a slot again is computed and reported again; the results carry positions.
     """
 
-    def __init__(self, model: Any, states: RequestStates) -> None:
+    def __init__(self, model: ComputesLogits, states: RequestStates) -> None:
         self._model = model
         self._states = states
         self._num_logprobs = _NumLogprobs(states.max_rows)
@@ -238,6 +238,6 @@ class PromptLogprobsReader(HiddenStatesReader):
         return found
 
 
-def make_readers(model: Any, states: RequestStates) -> list[HiddenStatesReader]:
+def make_readers(model: ComputesLogits, states: RequestStates) -> list[HiddenStatesReader]:
     """Returns the readers of hidden states of a model that samples."""
     return [PromptLogprobsReader(model, states)]

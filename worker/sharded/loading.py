@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -28,6 +28,7 @@ from swell.configs.schema import ParallelConfig
 from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.model_interfaces import HasMesh
 from swell.worker.sharded.state import StateTensor, state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of
 
@@ -48,7 +49,7 @@ class Report(Protocol):
         """Adds the number of bytes that were read since the last call."""
 
 
-def load_sharded(model: Any, folder: Path, report: Report) -> int:
+def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
     """Loads the model. Returns how many of its bytes are the file's own memory.
 
     Raises `ValueError` for a folder that does not hold this worker's tensors.

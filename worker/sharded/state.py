@@ -12,6 +12,7 @@ from torch import nn
 from swell.kernels.linear import PackedTensor, Weight
 from swell.worker.layers.moe import ExpertWeight, MoE
 from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.model_interfaces import HoldsTensors
 
 
 @dataclass
@@ -33,7 +34,7 @@ class StateTensor:
         self.weight = weight
 
 
-def state_of(model: nn.Module) -> dict[str, StateTensor]:
+def state_of(model: HoldsTensors) -> dict[str, StateTensor]:
     """Returns the tensors that loading fills, in module order: parameters, buffers that a
     checkpoint has, and the experts that this worker holds. A shared tensor has the name of its
     first occurrence."""

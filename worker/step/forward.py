@@ -18,8 +18,10 @@ from torch import Tensor
 from swell.kernels.graph import NotCapturableError, can_capture, capture
 from swell.kernels.inputs import Sizes
 from swell.worker.comm.mesh import Mesh
+from swell.worker.model_interfaces import ComputesLogits, Model, SupportsLayerTaps
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.intermediate import IntermediateTensors
+from swell.worker.step.layer_taps import NO_TAPS
 from swell.worker.step.request_states import RequestStates
 
 MAX_SAMPLES = 128
@@ -40,8 +42,10 @@ class HeadOutput(Enum):
 class Forward:
     """Computes the hidden states and the head's output of a batch by calling the model."""
 
-    def __init__(self, model: Any, states: RequestStates) -> None:
+    def __init__(self, model: Model, states: RequestStates) -> None:
         self._model = model
+        self._head = model if isinstance(model, ComputesLogits) else None
+        self._taps = model.taps if isinstance(model, SupportsLayerTaps) else NO_TAPS
         self._states = states
 
     def hidden(
@@ -53,16 +57,17 @@ class Forward:
 
     def take_layer_inputs(self) -> list[Tensor]:
         """Returns the captured layer inputs of the last call of `hidden` (see `LayerTaps`)."""
-        return self._model.taps.take() if hasattr(self._model, "taps") else []
+        return self._taps.take()
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
         """Computes the head's output for the rows that sample. `hidden`: the result of the last
         call of `hidden`."""
+        assert self._head is not None, "only rows of a model with a head sample"
         if len(hidden) > batch.num_samples:
             hidden = hidden.index_select(0, batch.logits_indices)
         if head is HeadOutput.LOGITS:
-            return [self._model.compute_logits(hidden)]
-        tokens, max_logits = self._model.argmax(hidden)
+            return [self._head.compute_logits(hidden)]
+        tokens, max_logits = self._head.argmax(hidden)
         self._states.write_sampled(batch.sample_slots, batch.sample_positions, tokens)
         return [tokens, max_logits]
 
@@ -76,7 +81,7 @@ class CapturedForward(Forward):
     """A forward pass that replays captured operations, for a model with a single pipeline stage.
     Its results are valid until the next call."""
 
-    def __init__(self, model: Any, states: RequestStates) -> None:
+    def __init__(self, model: Model, states: RequestStates) -> None:
         super().__init__(model, states)
         self._captured: tuple[_Captured, ...] = ()
         """At most two captures for each `HeadOutput`: with and without adapters."""
@@ -174,11 +179,11 @@ class _Captured:
         return hidden
 
 
-def make_forward(model: Any, states: RequestStates, mesh: Mesh) -> Forward:
+def make_forward(model: Model, states: RequestStates, mesh: Mesh) -> Forward:
     """Returns a captured forward pass if the worker is the only one of its groups, the backend can
     capture, and the model has its own head; a model that pools needs the hidden states of all
     tokens."""
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and hasattr(model, "argmax") and can_capture(states.token_ids.device.type):
+    if alone and isinstance(model, ComputesLogits) and can_capture(states.token_ids.device.type):
         return CapturedForward(model, states)
     return Forward(model, states)

@@ -56,3 +56,7 @@ class LayerTaps:
             return []
         by_layer = dict(zip(sorted({*self._selected}), self.leaving(), strict=True))
         return [by_layer[layer] for layer in self._selected]
+
+
+NO_TAPS = LayerTaps(range(0))
+"""The taps of a model that has none."""

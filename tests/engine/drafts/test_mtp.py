@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 from swell.cluster.local import LLM
 from swell.configs.schema import load
 from swell.configs.section import ConfigError
-from swell.worker.cache_size import moe_layers
+from swell.worker.model_interfaces import moe_layers
 from swell.worker.sharded import saving
 from tests.engine.drafts.test_draft_model import DRAWN, answers, drafter_of
 from tests.engine.drafts.test_eagle import (

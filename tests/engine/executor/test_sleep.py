@@ -32,8 +32,8 @@ from swell.coordinator.wire import (
     Resume,
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
-from swell.worker.cache_size import moe_layers
 from swell.worker.memory.sleep import SleepingWeights, collect_frozen
+from swell.worker.model_interfaces import moe_layers
 from swell.worker.wire import GroupPlan, Regrouped
 from swell.worker.worker import Worker
 from tests.engine.executor.fake_worker import expected
