@@ -182,7 +182,7 @@ class Request:
         self.status = RequestStatus.FINISHED
         return EngineCoreOutput(self.request_id, [], kind, message, attempt=self.attempt)
 
-    def fail_behind(
+    def fail_after(
         self, sampled: Sequence[int], extras: list[Extra], message: str, kind: FinishReason
     ) -> list[EngineCoreOutput]:
         """Adds tokens like `append`, and then fails, unless one of them finishes the answer."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 
-def device_of(wanted: str, local_rank: int) -> torch.device:
+def device_of(configured: str, local_rank: int) -> torch.device:
     """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
     GPU does not exist."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")

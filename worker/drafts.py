@@ -85,9 +85,9 @@ class StepDrafts:
     def kept_on_device(self, tokens: Tensor) -> Tensor:
         """tokens [S] int64, as sampled -> [S] bool: the same as `kept`, without waiting for the
         device"""
-        wanted = self._drafts_np.copy()
-        wanted[list(self._refused)] = _REFUSED
-        draft, first = to_device(np.stack([wanted, self._first_np]), tokens.device)
+        drafts_np = self._drafts_np.copy()
+        drafts_np[list(self._refused)] = _REFUSED
+        draft, first = to_device(np.stack([drafts_np, self._first_np]), tokens.device)
         missed = ((tokens.roll(1) != draft) & (draft != _FIRST)).cumsum(0)
         return missed == missed[first]
 

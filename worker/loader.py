@@ -129,18 +129,18 @@ def max_positions(hf_config: Any) -> int | None:
 def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
     """Returns the longest sequence in tokens: `model.max_model_len`, otherwise all of the model's
     positions."""
-    own, wanted = max_positions(hf_config), model_config.max_model_len
-    if own is None and wanted is None:
+    own, configured = max_positions(hf_config), model_config.max_model_len
+    if own is None and configured is None:
         raise ValueError(
             f"model {model_config.path!r}: config.json does not say how many positions the model "
             f"has (none of {', '.join(POSITION_KEYS)}); set model.max_model_len"
         )
-    if own is not None and wanted is not None and wanted > own:
+    if own is not None and configured is not None and configured > own:
         raise ValueError(
-            f"model.max_model_len={wanted} is above the model's {own} positions; "
+            f"model.max_model_len={configured} is above the model's {own} positions; "
             f"set it to {own} or less"
         )
-    return wanted or own or 0
+    return configured or own or 0
 
 
 class Loadable(Protocol):
@@ -207,16 +207,16 @@ def load_weight_shards(
     if dummy:
         _fill(weight_shards, model_config.seed, report)
         return report.total
-    wanted: dict[str, list[WeightShard]] = defaultdict(list)
+    by_file: dict[str, list[WeightShard]] = defaultdict(list)
     for shard in weight_shards:
         if shard.name not in weight_map:
             raise ValueError(
                 f"model {str(folder)!r}: the weights lack the tensor {shard.name!r}; the files "
                 "belong to another model than config.json, or the download is not complete"
             )
-        wanted[weight_map[shard.name]].append(shard)
-    for file in sorted(wanted):
-        _read(folder / file, wanted[file], report)
+        by_file[weight_map[shard.name]].append(shard)
+    for file in sorted(by_file):
+        _read(folder / file, by_file[file], report)
     return report.total
 
 

@@ -168,7 +168,7 @@ class PromptEmbeds(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def num_tokens(self) -> int:
         return len(self.data) // self.row_bytes
 
-    def behind(self, computed: int) -> PromptEmbeds | None:
+    def after(self, computed: int) -> PromptEmbeds | None:
         """Returns the embeddings that are not computed yet; None: all are."""
         if computed >= self.num_tokens:
             return None

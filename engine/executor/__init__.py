@@ -173,11 +173,11 @@ def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimi
     Raises ConfigError if `model.max_model_len` is set and does not fit.
     """
     num_blocks = min(limit.num_blocks for limit in limits)
-    wanted = min(limit.max_model_len for limit in limits)
+    longest = min(limit.max_model_len for limit in limits)
     capacity_tokens = num_blocks * config.cache.block_tokens
-    if config.model.max_model_len is not None and capacity_tokens < wanted:
+    if config.model.max_model_len is not None and capacity_tokens < longest:
         raise ConfigError(
-            f"model.max_model_len={wanted} does not fit into the KV cache, which has room for "
+            f"model.max_model_len={longest} does not fit into the KV cache, which has room for "
             f"{capacity_tokens} tokens in {num_blocks} blocks; raise cache.memory_bytes (or "
             "cache.memory_fraction) or lower model.max_model_len"
         )
@@ -185,7 +185,7 @@ def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimi
     in_memory, on_disk = zip(*(limit.offload_blocks for limit in limits), strict=True)
     return ExecutorLimits(
         num_blocks,
-        min(wanted, capacity_tokens),
+        min(longest, capacity_tokens),
         first.vocab_size,
         first.samples,
         first.keeps_kv,

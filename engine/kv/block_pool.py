@@ -23,7 +23,7 @@ class BlockPool:
     def __init__(
         self,
         num_blocks: int,
-        on_evict: Callable[[int, bytes], None] = lambda block, name: None,
+        on_evict: Callable[[int, bytes], None] = lambda block, block_hash: None,
         max_kept: int = 0,
     ) -> None:
         """`on_evict` is called with a block that loses its cached content, and its hash. At most
@@ -55,11 +55,11 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block, _none = (self._free or self._kept).popitem(last=False)
-            name = self._block_hashes[block]
-            if name is not None:
-                del self._cached[name]
+            block_hash = self._block_hashes[block]
+            if block_hash is not None:
+                del self._cached[block_hash]
                 self._forget(block)
-                self._on_evict(block, name)
+                self._on_evict(block, block_hash)
             self._references[block] = 1
             blocks.append(block)
         return blocks
@@ -87,17 +87,17 @@ class BlockPool:
             self._is_kept[block] = False
             self._free[block] = None
 
-    def cache_block(self, block: int, name: bytes) -> None:
+    def cache_block(self, block: int, block_hash: bytes) -> None:
         """Adds a full block to the prefix cache, unless another block has this hash."""
-        if self._block_hashes[block] is None and name not in self._cached:
-            self._cached[name] = block
-            self._block_hashes[block] = name
+        if self._block_hashes[block] is None and block_hash not in self._cached:
+            self._cached[block_hash] = block
+            self._block_hashes[block] = block_hash
 
     def evict_hashes(self, block_hashes: Iterable[bytes]) -> None:
         """Removes the blocks with these hashes from the prefix cache; requests that hold them keep
         them."""
-        for name in block_hashes:
-            block = self._cached.pop(name, None)
+        for block_hash in block_hashes:
+            block = self._cached.pop(block_hash, None)
             if block is not None:
                 self._forget(block)
                 if block in self._kept:
@@ -105,9 +105,9 @@ class BlockPool:
                     self._free[block] = None
                     self._free.move_to_end(block, last=False)
 
-    def get_cached_block(self, name: bytes) -> int | None:
+    def get_cached_block(self, block_hash: bytes) -> int | None:
         """Returns the block with this hash, or None."""
-        return self._cached.get(name)
+        return self._cached.get(block_hash)
 
     def reset_prefix_cache(self) -> None:
         """Removes every hash: no block that was written so far is found again."""

@@ -18,7 +18,7 @@ from swell.worker.wire import BlockFile
 class PrefixLeader(NamedTuple):
     """The prefix that a waiting request waits for, because requests ahead of it compute it."""
 
-    name: bytes
+    block_hash: bytes
     """The hash of the last block of that prefix."""
     own_blocks: int
     """Number of blocks that the waiting request needs after the prefix."""
@@ -69,12 +69,12 @@ class KVCacheManager:
         The last known token is always recomputed, because the request needs its logits.
         `spare_blocks` must remain free for requests that already run.
         """
-        names = self._reusable_hashes(request)
-        found = self._find(names)
+        block_hashes = self._reusable_hashes(request)
+        found = self._find(block_hashes)
         if not self._has_room(request, found, spare_blocks):
             return False
         if self._claim(request):
-            found = self._find(names, is_whole=True)
+            found = self._find(block_hashes, is_whole=True)
         cached = [block for block in found.values() if block is not None]
         fresh = self._blocks_for(len(request.token_ids)) - len(cached)
         self.pool.touch(cached)
@@ -97,17 +97,19 @@ class KVCacheManager:
         `prefix_leader` is the result of the previous call. If it is still valid, a call takes one
         lookup; otherwise one lookup for each block of the prefix.
         """
-        if prefix_leader is not None and self._is_in_flight(prefix_leader.name, request):
+        if prefix_leader is not None and self._is_in_flight(prefix_leader.block_hash, request):
             return prefix_leader
         if request.handover is HandoverState.EXPECTED:
             return None
-        names = self._reusable_hashes(request)
-        found = shared = len(self._find(names))
-        while shared < len(names) and self._is_in_flight(names[shared], request):
+        block_hashes = self._reusable_hashes(request)
+        found = shared = len(self._find(block_hashes))
+        while shared < len(block_hashes) and self._is_in_flight(block_hashes[shared], request):
             shared += 1
         if shared == found:
             return None
-        return PrefixLeader(names[shared - 1], self._blocks_for(len(request.token_ids)) - shared)
+        return PrefixLeader(
+            block_hashes[shared - 1], self._blocks_for(len(request.token_ids)) - shared
+        )
 
     def grow(self, request: Request, num_tokens: int) -> list[int] | None:
         """Allocates blocks so that `num_tokens` fit and returns them; None if there are not
@@ -135,8 +137,8 @@ class KVCacheManager:
         self._set_num_cached_blocks(request, full)
 
     def free(self, request: Request) -> None:
-        for name in request.block_hashes[request.num_cached_blocks :]:
-            self._unregister_in_flight(name, request)
+        for block_hash in request.block_hashes[request.num_cached_blocks :]:
+            self._unregister_in_flight(block_hash, request)
         self.pool.free(request.block_ids, keep=request.core.keep_blocks)
         request.block_ids = []
         request.block_capacity_tokens = request.num_cached_blocks = 0
@@ -187,15 +189,17 @@ class KVCacheManager:
             return is_there
         return False
 
-    def _find(self, names: list[bytes], *, is_whole: bool = False) -> dict[bytes, int | None]:
+    def _find(
+        self, block_hashes: list[bytes], *, is_whole: bool = False
+    ) -> dict[bytes, int | None]:
         """Returns the longest run of existing blocks for a chain of hashes. The value is the block
         on the device, or None if the block is in an offload tier or, with `is_whole`, in a file."""
         found: dict[bytes, int | None] = {}
-        for name in names:
-            block = self.pool.get_cached_block(name)
-            if block is None and not is_whole and not self.offload.has(name):
+        for block_hash in block_hashes:
+            block = self.pool.get_cached_block(block_hash)
+            if block is None and not is_whole and not self.offload.has(block_hash):
                 break
-            found[name] = block
+            found[block_hash] = block
         return found
 
     def _hold(self, found: dict[bytes, int | None], fresh: int, file: str) -> list[int]:
@@ -206,15 +210,15 @@ class KVCacheManager:
         self.offload.pin(offloaded)  # allocating may evict other blocks into their places
         allocated = iter(self.pool.allocate(fresh))
         blocks, read = [], BlockFile(file, [], [])
-        for place, (name, block) in enumerate(found.items()):
+        for place, (block_hash, block) in enumerate(found.items()):
             if block is None:
                 block = next(allocated)
-                if self.offload.has(name):
-                    self.offload.load(name, block)
+                if self.offload.has(block_hash):
+                    self.offload.load(block_hash, block)
                 else:
                     read.places.append(place)
                     read.block_ids.append(block)
-                self.pool.cache_block(block, name)
+                self.pool.cache_block(block, block_hash)
             blocks.append(block)
         self.offload.unpin()
         if file:  # even if nothing in it is needed: the reader removes it
@@ -234,19 +238,19 @@ class KVCacheManager:
 
     def _register_in_flight(self, request: Request) -> None:
         """Registers the following blocks, whose tokens `request` knows, as computed by it."""
-        for name in request.block_hashes[request.num_cached_blocks :]:
-            other = self._in_flight_blocks.setdefault(name, request)
+        for block_hash in request.block_hashes[request.num_cached_blocks :]:
+            other = self._in_flight_blocks.setdefault(block_hash, request)
             if request.order < other.order:
-                self._in_flight_blocks[name] = request
+                self._in_flight_blocks[block_hash] = request
 
-    def _unregister_in_flight(self, name: bytes, request: Request) -> None:
+    def _unregister_in_flight(self, block_hash: bytes, request: Request) -> None:
         """Removes a block that is cached now, or will not be computed."""
-        if self._in_flight_blocks.get(name) is request:
-            del self._in_flight_blocks[name]
+        if self._in_flight_blocks.get(block_hash) is request:
+            del self._in_flight_blocks[block_hash]
 
-    def _is_in_flight(self, name: bytes, request: Request) -> bool:
+    def _is_in_flight(self, block_hash: bytes, request: Request) -> bool:
         """Whether a request ahead of `request` computes the block."""
-        leader = self._in_flight_blocks.get(name)
+        leader = self._in_flight_blocks.get(block_hash)
         return leader is not None and leader.order < request.order
 
     def _reusable_hashes(self, request: Request) -> list[bytes]:

@@ -50,36 +50,36 @@ class OffloadTiers:
         self._copies.clear()
         self._pinned.clear()
 
-    def has(self, name: bytes) -> bool:
-        return any(name in tier.blocks for tier in self._tiers)
+    def has(self, block_hash: bytes) -> bool:
+        return any(block_hash in tier.blocks for tier in self._tiers)
 
-    def pin(self, names: Iterable[bytes]) -> None:
+    def pin(self, block_hashes: Iterable[bytes]) -> None:
         """Protects these blocks from eviction until `unpin`, and marks them as used."""
-        for name in names:
-            self._pinned.add(name)
-            self._use(name)
+        for block_hash in block_hashes:
+            self._pinned.add(block_hash)
+            self._use(block_hash)
 
     def unpin(self) -> None:
         self._pinned.clear()
 
-    def save(self, block: int, name: bytes) -> None:
+    def save(self, block: int, block_hash: bytes) -> None:
         """Saves a block that the device is about to evict."""
-        if self.has(name):
-            self._use(name)
-        elif self._put(0, name, DEVICE, block):
+        if self.has(block_hash):
+            self._use(block_hash)
+        elif self._put(0, block_hash, DEVICE, block):
             self.num_saved += 1
 
-    def load(self, name: bytes, block: int) -> None:
+    def load(self, block_hash: bytes, block: int) -> None:
         """Copies a pinned block to this block of the device."""
-        tier = next(tier for tier in self._tiers if name in tier.blocks)
-        self._copies.append(BlockCopy(tier.number, tier.blocks[name], DEVICE, block))
+        tier = next(tier for tier in self._tiers if block_hash in tier.blocks)
+        self._copies.append(BlockCopy(tier.number, tier.blocks[block_hash], DEVICE, block))
         self.num_loaded += 1
 
-    def forget(self, names: Iterable[bytes]) -> None:
+    def forget(self, block_hashes: Iterable[bytes]) -> None:
         """Drops blocks whose content is invalid."""
-        for name in names:
+        for block_hash in block_hashes:
             for tier in self._tiers:
-                block = tier.blocks.pop(name, None)
+                block = tier.blocks.pop(block_hash, None)
                 if block is not None:
                     tier.free.append(block)
 
@@ -88,12 +88,12 @@ class OffloadTiers:
         copies, self._copies = self._copies, []
         return copies
 
-    def _use(self, name: bytes) -> None:
+    def _use(self, block_hash: bytes) -> None:
         for tier in self._tiers:
-            if name in tier.blocks:
-                tier.blocks.move_to_end(name)
+            if block_hash in tier.blocks:
+                tier.blocks.move_to_end(block_hash)
 
-    def _put(self, index: int, name: bytes, source_tier: int, source_block: int) -> bool:
+    def _put(self, index: int, block_hash: bytes, source_tier: int, source_block: int) -> bool:
         """Copies a block to a tier. If the tier is full, its least recently used block moves to the
         next tier first. Returns False if every block there is pinned, or if there is no such
         tier."""
@@ -109,6 +109,6 @@ class OffloadTiers:
             place = tier.blocks.pop(oldest)
             if not self.has(oldest):
                 self._put(index + 1, oldest, tier.number, place)
-        tier.blocks[name] = place
+        tier.blocks[block_hash] = place
         self._copies.append(BlockCopy(source_tier, source_block, tier.number, place))
         return True

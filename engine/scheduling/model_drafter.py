@@ -31,34 +31,34 @@ PATIENCE = 1
 occasionally, an n-gram lookup for whole passages."""
 
 
-class GuessedTokens(Proposer):
+class ProposedTokens(Proposer):
     """The last proposals of the draft model for one row."""
 
-    __slots__ = ("_begin", "_guess", "is_awaited")
+    __slots__ = ("_begin", "_tokens", "is_awaited")
 
     def __init__(self) -> None:
-        self._guess: list[int] = []
+        self._tokens: list[int] = []
         self._begin = 0
         """The position of the first proposed token."""
         self.is_awaited = False
         """Whether a step in flight was asked for the next proposals."""
 
-    def receive(self, guess: list[int], begin: int) -> None:
-        self._guess, self._begin, self.is_awaited = guess, begin, False
+    def receive(self, proposed: list[int], begin: int) -> None:
+        self._tokens, self._begin, self.is_awaited = proposed, begin, False
 
     def propose(self, tokens: array[int], count: int) -> list[int]:
         """Returns nothing if the row has continued differently, or beyond the proposals."""
         known = len(tokens) - self._begin
-        if known > len(self._guess) or tokens[self._begin :].tolist() != self._guess[:known]:
+        if known > len(self._tokens) or tokens[self._begin :].tolist() != self._tokens[:known]:
             return []
-        return self._guess[known : known + count]
+        return self._tokens[known : known + count]
 
 
 class ModelDrafter(ProposingDrafter):
     patience = PATIENCE
 
     def __init__(self, config: DraftsConfig, max_model_len: int, depth: int) -> None:
-        super().__init__(config, max_model_len, lambda request: GuessedTokens())
+        super().__init__(config, max_model_len, lambda request: ProposedTokens())
         self._depth = depth
 
     def add_drafts(self, builder: StepBuilder, running: int, kv: KVCacheManager) -> None:
@@ -75,16 +75,16 @@ class ModelDrafter(ProposingDrafter):
             count = min(count, places)
             if count > 0:
                 builder.proposals[request.slot] = count
-                self._guessed(request).is_awaited = True
+                self._proposed(request).is_awaited = True
                 room -= min(count, share)
             if room <= 0:
                 return
 
     def on_proposals(self, rows: Sequence[Request], proposals: Mapping[int, list[int]]) -> None:
-        for row, guess in proposals.items():
+        for row, proposed in proposals.items():
             request = rows[row]
             if request.drafts is not None:
-                self._guessed(request).receive(guess, len(request.token_ids))
+                self._proposed(request).receive(proposed, len(request.token_ids))
 
     def _may_ask(self, request: Request, count: int) -> bool:
         """Whether the step samples for the row, and the next step may have drafts for it."""
@@ -92,7 +92,7 @@ class ModelDrafter(ProposingDrafter):
         if request.computed + count != total or request.core.max_tokens == 0:
             return False
         drafts = self._drafts_of(request)
-        return total + self._depth >= drafts.resume_at and not self._guessed(request).is_awaited
+        return total + self._depth >= drafts.resume_at and not self._proposed(request).is_awaited
 
     def _count(self, request: Request, most_drafts: int) -> int:
         """Returns the number of proposals for a row that may have up to `most_drafts` drafts."""
@@ -107,7 +107,7 @@ class ModelDrafter(ProposingDrafter):
         most = min(to_come - 2, to_come - request.num_drafts)
         return min(min(length, self._config.max_tokens, most_drafts) + ahead, most)
 
-    def _guessed(self, request: Request) -> GuessedTokens:
+    def _proposed(self, request: Request) -> ProposedTokens:
         proposer = self._drafts_of(request).proposer
-        assert isinstance(proposer, GuessedTokens)
+        assert isinstance(proposer, ProposedTokens)
         return proposer

@@ -361,7 +361,7 @@ class Scheduler:
         """Adds accepted drafts, whose KV is valid unless the request has lost its blocks."""
         if request.slot >= 0:
             request.computed += accepted
-        self._name_blocks(request)
+        self._cache_full_blocks(request)
         self.drafter.on_result(request, accepted)
 
     def _on_passes(self, request: Request, are_all: bool) -> None:
@@ -372,9 +372,9 @@ class Scheduler:
         )
         if not are_all and request.slot >= 0:
             request.computed = len(request.token_ids) - 1
-        self._name_blocks(request)
+        self._cache_full_blocks(request)
 
-    def _name_blocks(self, request: Request) -> None:
+    def _cache_full_blocks(self, request: Request) -> None:
         """Caches blocks now, as several tokens become known at once and may finish the request."""
         if request.slot >= 0 and request.computed >= request.cacheable_tokens:
             self.kv.cache_full_blocks(request)
@@ -388,7 +388,7 @@ class Scheduler:
         kind: FinishReason,
     ) -> list[EngineCoreOutput]:
         """Fails a request after these tokens, unless they finish it. Its blocks leave the cache."""
-        answers = request.fail_behind(tokens, extras, reason, kind)
+        answers = request.fail_after(tokens, extras, reason, kind)
         if answers[-1].finish_reason is kind:
             self.kv.evict_computed(request)
             self.num_nans_in_logits += reason == NANS_IN_LOGITS

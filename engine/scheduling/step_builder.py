@@ -72,7 +72,7 @@ class StepBuilder(msgspec.Struct):
                 sampler=core.sampler,
                 min_tokens=core.min_tokens,
                 end_token_ids=[token for token in ends if 0 <= token < vocab_size],
-                prompt_embeds=core.prompt_embeds and core.prompt_embeds.behind(request.computed),
+                prompt_embeds=core.prompt_embeds and core.prompt_embeds.after(request.computed),
                 adapter=core.adapter.digest if core.adapter else "",
             )
         )

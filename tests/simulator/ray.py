@@ -40,7 +40,7 @@ class RayOptions:
 
 
 @dataclass(eq=False)
-class SimGroup:
+class SimPlacementGroup:
     name: str
     bundle: Mapping[str, float]
     count: int
@@ -78,7 +78,7 @@ class SimRayCluster:
         """All processes that were started, by pid."""
         self.actors: dict[tuple[str, str], SimActor] = {}
         """The actors that are not dead, by namespace and name."""
-        self.groups: dict[str, SimGroup] = {}
+        self.groups: dict[str, SimPlacementGroup] = {}
         self.values: dict[bytes, bytes] = {}
         self.lost_hosts: dict[str, None] = {}
         """Hosts without power."""
@@ -205,11 +205,11 @@ class SimRayCluster:
 
     # ---------------------------------------------------------------- placement groups
 
-    def add_group(self, group: SimGroup) -> None:
+    def add_group(self, group: SimPlacementGroup) -> None:
         self.groups[group.name] = group
         self._reserve()
 
-    def remove_group(self, group: SimGroup) -> None:
+    def remove_group(self, group: SimPlacementGroup) -> None:
         """Removes a placement group and kills its actors."""
         if group.removed:
             return
@@ -241,7 +241,7 @@ class SimRayCluster:
                 for call in calls:
                     self.kernel.soon(WORLD, call)
 
-    def _place(self, group: SimGroup) -> list[str]:
+    def _place(self, group: SimPlacementGroup) -> list[str]:
         """Returns the hosts of the group's bundles: one node if all fit there, else the first nodes
         with room; empty if there is not enough room."""
         room: dict[str, int] = {}

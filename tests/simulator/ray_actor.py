@@ -21,7 +21,7 @@ from tests.simulator.kernel import WORLD
 from tests.simulator.process import Process
 
 if TYPE_CHECKING:
-    from tests.simulator.ray import SimGroup, SimRayCluster
+    from tests.simulator.ray import SimPlacementGroup, SimRayCluster
 
 _CUT_RETRY_S = 0.1
 
@@ -52,7 +52,7 @@ class SimActor:
         *,
         host: str,
         concurrency: int,
-        group: SimGroup | None = None,
+        group: SimPlacementGroup | None = None,
         restarts: bool = False,
     ) -> None:
         self.name, self.namespace, self.group = name, namespace, group

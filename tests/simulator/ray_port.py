@@ -16,7 +16,7 @@ from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.transport.channel import ChannelKeys
 from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
 from tests.simulator.process import Process
-from tests.simulator.ray import SimGroup, SimRayCluster
+from tests.simulator.ray import SimPlacementGroup, SimRayCluster
 from tests.simulator.ray_actor import SimActor
 
 T = TypeVar("T")
@@ -86,14 +86,16 @@ class SimRay:
 
     # ---------------------------------------------------------------- placement groups
 
-    async def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> SimGroup:
+    async def create_group(
+        self, name: str, bundle: Mapping[str, float], count: int
+    ) -> SimPlacementGroup:
         if name in self._cluster.groups:
             raise RuntimeError(f"a placement group of the name {name} is there already")
-        group = SimGroup(name, dict(bundle), count)
+        group = SimPlacementGroup(name, dict(bundle), count)
         await self._request(lambda: self._cluster.add_group(group))
         return group
 
-    async def wait_for_group(self, group: SimGroup, timeout_s: float) -> bool:
+    async def wait_for_group(self, group: SimPlacementGroup, timeout_s: float) -> bool:
         reserved = asyncio.Event()
         if group.hosts:
             return True
@@ -105,12 +107,12 @@ class SimRay:
             return False
         return True
 
-    async def remove_group(self, group: SimGroup) -> None:
+    async def remove_group(self, group: SimPlacementGroup) -> None:
         for actor in group.actors:
             self._cluster.end_asked(actor.process)
         await self._request(lambda: self._cluster.remove_group(group))
 
-    async def groups(self) -> dict[str, SimGroup]:
+    async def groups(self) -> dict[str, SimPlacementGroup]:
         groups = self._cluster.groups
         return await self._request(lambda: {name: groups[name] for name in sorted(groups)})
 
@@ -129,7 +131,7 @@ class SimRay:
         self,
         name: str,
         namespace: str,
-        group: SimGroup,
+        group: SimPlacementGroup,
         num_gpus: float,
         config: Config,
         rank: int,
@@ -168,7 +170,7 @@ class SimRay:
         make: Callable[[Process, bool], Any],
         *,
         concurrency: int,
-        group: SimGroup | None = None,
+        group: SimPlacementGroup | None = None,
         restarts: bool = False,
     ) -> SimActor:
         """Creates an actor, or returns the actor that has this name by now."""

@@ -79,7 +79,7 @@ def make(folder: Path, method: str, model: str, **options: Any) -> str:
 @cache
 def plain_head(folder: str, model: str) -> PlainHead:
     """Returns the head of a folder on a model. No test may change the folders: tests of the same
-    head share it, and so its guesses."""
+    head share it, and so its proposals."""
     return PlainHead(folder, model)
 
 
@@ -87,7 +87,7 @@ class PlainHead:
     """Computes one row without a KV cache, in float32."""
 
     def __init__(self, folder: str, model: str) -> None:
-        self._guesses: dict[tuple[int, ...], list[int]] = {}
+        self._proposals: dict[tuple[int, ...], list[int]] = {}
         self._weights = load_file(str(Path(folder, "model.safetensors")))
         self._config = json.loads(Path(folder, "config.json").read_text())
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -97,26 +97,26 @@ class PlainHead:
         self._embed = self._weights.get("embed_tokens.weight", embed)
         self._head = self._weights.get("lm_head.weight", head)
 
-    def guess(self, tokens: list[int], count: int) -> list[int]:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
         """Returns `count` draft tokens for a row. Each row is computed once."""
         row = tuple(tokens)
-        if len(self._guesses.get(row, ())) < count:
-            self._guesses[row] = self._compute(tokens, count)
-        return self._guesses[row][:count]
+        if len(self._proposals.get(row, ())) < count:
+            self._proposals[row] = self._compute(tokens, count)
+        return self._proposals[row][:count]
 
     @torch.no_grad()
     def _compute(self, tokens: list[int], count: int) -> list[int]:
         """The head reads the model's hidden states of all tokens except the last."""
         features = self._features(tokens[:-1])
-        known, guesses = tokens[1:], []
+        known, proposals = tokens[1:], []
         for _ in range(count):
             own, last = self._forward(torch.tensor(known), features)
             token = int(linear(last[-1:], self._head).argmax())
             token += int(self._weights["d2t"][token]) if self._is_third else 0
-            guesses.append(token)
+            proposals.append(token)
             known = [*known, token]
             features = torch.cat((features, own[-1:]))
-        return guesses
+        return proposals
 
     def _features(self, tokens: list[int]) -> Tensor:
         found = self._model(torch.tensor([tokens]), output_hidden_states=True).hidden_states

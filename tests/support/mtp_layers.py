@@ -130,7 +130,7 @@ def _shorten(path: Path) -> None:
 @cache
 def plain_layer(folder: str) -> PlainLayer:
     """Returns the layer of a folder. No test may change the folder: tests of the same layer share
-    it, and so its guesses."""
+    it, and so its proposals."""
     return PlainLayer(folder)
 
 
@@ -139,7 +139,7 @@ class PlainLayer:
 
     def __init__(self, folder: str, model: str = "") -> None:
         """`model` computes the hidden states, if it is not the one in `folder`."""
-        self._guesses: dict[tuple[int, ...], list[int]] = {}
+        self._proposals: dict[tuple[int, ...], list[int]] = {}
         self._model = _whole(model or folder)
         carrier = _whole(folder)
         carrier._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"^mtp\."]
@@ -152,19 +152,19 @@ class PlainLayer:
         if model:
             self._mtp.tie_with_main_model(self._model)
 
-    def guess(self, tokens: list[int], count: int) -> list[int]:
+    def propose(self, tokens: list[int], count: int) -> list[int]:
         """Returns `count` draft tokens for a row. Each row is computed once."""
         row = tuple(tokens)
-        if len(self._guesses.get(row, ())) < count:
-            self._guesses[row] = self._compute(tokens, count)
-        return self._guesses[row][:count]
+        if len(self._proposals.get(row, ())) < count:
+            self._proposals[row] = self._compute(tokens, count)
+        return self._proposals[row][:count]
 
     @torch.no_grad()
     def _compute(self, tokens: list[int], count: int) -> list[int]:
         """The layer reads the model's hidden states of all tokens except the last."""
         out = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
         features = out.hidden_states[-1]
-        known, guesses = tokens[1:], []
+        known, proposals = tokens[1:], []
         for _ in range(count):
             own = self._mtp.forward_layer(
                 0,
@@ -173,10 +173,10 @@ class PlainLayer:
                 None,
                 inputs_embeds=self._embedded(torch.tensor([known])),
             )
-            guesses.append(int(self._logits(own[:, -1]).argmax()))
-            known = [*known, guesses[-1]]
+            proposals.append(int(self._logits(own[:, -1]).argmax()))
+            known = [*known, proposals[-1]]
             features = torch.cat((features, own[:, -1:]), 1)
-        return guesses
+        return proposals
 
     def _embedded(self, ids: Tensor) -> Tensor:
         return self._mtp.embed_tokens(ids) if self._embed is None else self._embed[ids]

@@ -191,19 +191,19 @@ class _Loading:
         """Raises `ValueError` unless its layers may be those of the target model."""
         text = hf_config.get_text_config()
         for key in ("model_type", "hidden_size", "vocab_size", "num_hidden_layers"):
-            own, wanted = getattr(text, key, None), getattr(self._text_config, key, None)
-            if own != wanted:
+            own, target = getattr(text, key, None), getattr(self._text_config, key, None)
+            if own != target:
                 raise ValueError(
-                    f"it has the layer of a model with {key}={own!r}, and this one has {wanted!r}; "
+                    f"it has the layer of a model with {key}={own!r}, and this one has {target!r}; "
                     "take that of this model"
                 )
 
     def _check_vocabulary(self, hf_config: Any) -> None:
         """Raises `ValueError` unless its vocabulary has the size of the target model's."""
-        own, wanted = hf_config.get_text_config().vocab_size, self._text_config.vocab_size
-        if own != wanted:
+        own, target = hf_config.get_text_config().vocab_size, self._text_config.vocab_size
+        if own != target:
             raise ValueError(
-                f"its vocabulary has {own} tokens, that of the model {wanted}; take one of the "
+                f"its vocabulary has {own} tokens, that of the model {target}; take one of the "
                 "same vocabulary"
             )
 

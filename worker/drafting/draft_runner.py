@@ -65,7 +65,7 @@ class NoDraftRunner:
 
 
 @dataclass(slots=True)
-class Guess:
+class ProposingRow:
     """The tokens to propose for one row."""
 
     row: int
@@ -74,7 +74,7 @@ class Guess:
     count: int
 
 
-class GuessingRunner(NoDraftRunner):
+class ProposingRunner(NoDraftRunner):
     """A runner that computes one token per pass for each row with proposals."""
 
     newest = 1
@@ -87,47 +87,50 @@ class GuessingRunner(NoDraftRunner):
     def after_sampling(
         self, plan: SchedulerOutput, sampled: SamplerOutput | None, hidden: StepHidden
     ) -> None:
-        guesses = self._wanted(plan, sampled)
+        proposing = self._rows_to_propose(plan, sampled)
         pending = PendingProposals(list(plan.proposals))
         num_tokens, samples = plan.num_tokens.copy(), [0] * len(plan.slots)
-        for guess in guesses:
-            num_tokens[guess.row] = guess.position + self.newest - plan.starts[guess.row]
-            samples[guess.row] = 1
+        for each in proposing:
+            num_tokens[each.row] = each.position + self.newest - plan.starts[each.row]
+            samples[each.row] = 1
         step = SchedulerOutput(
             plan.step, slots=plan.slots, starts=plan.starts, num_tokens=num_tokens, samples=samples
         )
-        tokens = self._follow(step, plan, hidden)
+        tokens = self._first_pass(step, plan, hidden)
         index = 0
-        while guesses and tokens is not None:
-            pending.add([guess.row for guess in guesses], tokens)
+        while proposing and tokens is not None:
+            pending.add([each.row for each in proposing], tokens)
             index += 1
-            staying = [at for at, guess in enumerate(guesses) if guess.count > index]
-            guesses = [guesses[at] for at in staying]
-            if guesses:
-                ones = [1] * len(guesses)
-                slots = [plan.slots[guess.row] for guess in guesses]
-                starts = [guess.position - 1 + self.newest + index for guess in guesses]
+            staying = [at for at, each in enumerate(proposing) if each.count > index]
+            proposing = [proposing[at] for at in staying]
+            if proposing:
+                ones = [1] * len(proposing)
+                slots = [plan.slots[each.row] for each in proposing]
+                starts = [each.position - 1 + self.newest + index for each in proposing]
                 step = SchedulerOutput(
                     plan.step, slots=slots, starts=starts, num_tokens=ones, samples=ones
                 )
-                tokens = self._go_on(step, staying)
+                tokens = self._next_pass(step, staying)
         if sampled is not None and plan.proposals:
             sampled.pending_proposals = pending
 
-    def _follow(
+    def _first_pass(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
         """Computes the tokens of `step`: those of the target model's `plan`, without rejected
         drafts in rows with proposals. Returns the first proposed token of each row that samples,
-        [guesses] int64, as a copy that is also written to the states; None: no row samples."""
+        [proposing rows] int64, as a copy that is also written to the states; None: no row
+        samples."""
         raise NotImplementedError
 
-    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
-        """Computes the next token of each row of `step`, and returns the same as `_follow`.
+    def _next_pass(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
+        """Computes the next token of each row of `step`, and returns the same as `_first_pass`.
         `staying`: the indices of these rows in the last pass."""
         raise NotImplementedError
 
-    def _wanted(self, plan: SchedulerOutput, sampled: SamplerOutput | None) -> list[Guess]:
+    def _rows_to_propose(
+        self, plan: SchedulerOutput, sampled: SamplerOutput | None
+    ) -> list[ProposingRow]:
         """Returns the tokens to propose, in row order."""
         if not plan.proposals or sampled is None:
             return []
@@ -143,11 +146,11 @@ class GuessingRunner(NoDraftRunner):
             # The last proposal has a place in the table of tokens, but not in the cache.
             count = min(count, min(places, self._states.max_model_len) - position)
             if count > 0:
-                found.append(Guess(row, position, count))
+                found.append(ProposingRow(row, position, count))
         return found
 
 
-class DraftRunner(GuessingRunner):
+class DraftRunner(ProposingRunner):
     def __init__(
         self, model: Model, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
@@ -163,12 +166,12 @@ class DraftRunner(GuessingRunner):
     def progress(self) -> int:
         return self._forward.progress
 
-    def _follow(
+    def _first_pass(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
         return self._pass(step)
 
-    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
+    def _next_pass(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
         return self._pass(step)
 
     def _pass(self, step: SchedulerOutput) -> Tensor | None:

@@ -200,11 +200,11 @@ class _Eagle3Layer(nn.Module):
         self, embeds: Tensor, features: Tensor, cos: Tensor, sin: Tensor, batch: InputBatch
     ) -> tuple[Tensor, Tensor]:
         """embeds, features [T, hidden] -> a pair whose sum is `own`, [S, hidden] each"""
-        normed, wanted = self.feature_norm(features), batch.hidden_indices
+        normed, hidden_indices = self.feature_norm(features), batch.hidden_indices
         x = torch.cat((self.embed_norm(embeds), normed), -1)
         features = normed if self._adds_normed else features
-        x = self.attention(x, cos, sin, batch.attention, wanted)
-        residual = features if wanted is None else embedding(wanted, features)
+        x = self.attention(x, cos, sin, batch.attention, hidden_indices)
+        residual = features if hidden_indices is None else embedding(hidden_indices, features)
         x, residual = self.mlp_norm.add(x, residual)
         return self.mlp(x), residual
 

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from swell.kernels.host import to_device
-from swell.worker.drafting.draft_runner import GuessingRunner, StepHidden
+from swell.worker.drafting.draft_runner import ProposingRunner, StepHidden
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 
 
-class GuessingHead(Protocol):
+class DraftHead(Protocol):
     """A draft head of a target model."""
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
@@ -50,20 +50,20 @@ class GuessingHead(Protocol):
         """[S, hidden] -> tokens of the target model's vocabulary, [S] int64"""
 
 
-class EagleRunner(GuessingRunner):
+class EagleRunner(ProposingRunner):
     newest = 0
 
     def __init__(
-        self, model: GuessingHead, states: RequestStates, blocks: BlockTables, max_tokens: int
+        self, model: DraftHead, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
         """The arguments are those of `DraftRunner`."""
         super().__init__(states, blocks)
         self._model = model
         self._batches = BatchBuilder(states, blocks, max_tokens)
         self._own: Tensor = torch.empty(0)
-        """[guesses, hidden] the head's features of the last pass."""
+        """[proposing rows, hidden] the head's features of the last pass."""
 
-    def _follow(
+    def _first_pass(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden
     ) -> Tensor | None:
         selected = self._model.select(hidden)
@@ -73,7 +73,7 @@ class EagleRunner(GuessingRunner):
             selected = [each.index_select(0, index) for each in selected]
         return self._pass(step, self._model.features(selected))
 
-    def _go_on(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
+    def _next_pass(self, step: SchedulerOutput, staying: list[int]) -> Tensor | None:
         own = self._own
         if len(staying) < len(own):
             own = own.index_select(0, to_device(np.array(staying), own.device))
@@ -83,8 +83,8 @@ class EagleRunner(GuessingRunner):
         """Computes one pass with features [T, hidden] of the step's T tokens."""
         batch = self._batches.build(step)
         slots_np = np.repeat(np.array(step.slots, dtype=np.int64), step.num_tokens)
-        table, behind = self._states.token_ids, batch.positions + 1
-        ids = table[to_device(slots_np, table.device), behind].long()
+        table, next_positions = self._states.token_ids, batch.positions + 1
+        ids = table[to_device(slots_np, table.device), next_positions].long()
         self._own, last = self._model(ids, features, batch)
         if not batch.num_samples:
             return None

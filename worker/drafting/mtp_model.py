@@ -180,8 +180,8 @@ class MtpModel(nn.Module):
     def _is_plain(self, norm: Any) -> bool:
         weight: Tensor = norm.weight
         x = torch.linspace(-2, 2, len(weight), device=weight.device)[None]
-        wanted = x * (x.square().mean() + self.embed_norm.eps).rsqrt() * weight.float()
-        return torch.allclose(norm(x.to(weight.dtype)).float(), wanted, 0.05, 0.05)
+        expected = x * (x.square().mean() + self.embed_norm.eps).rsqrt() * weight.float()
+        return torch.allclose(norm(x.to(weight.dtype)).float(), expected, 0.05, 0.05)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
         """Returns the shards to read from the checkpoint that has the layer. Raises `ValueError` if

@@ -43,7 +43,7 @@ class _BiasEntries:
     # [C] int64 each: the entry, how many tokens back, and the token required there
     entry: np.ndarray
     back: np.ndarray
-    wanted: np.ndarray
+    required: np.ndarray
 
     @classmethod
     def of(cls, row: NewRequest, vocab: int) -> _BiasEntries | None:
@@ -76,7 +76,7 @@ class _BiasEntries:
             amounts=amounts,
             entry=conditions[:, 0],
             back=conditions[:, 1],
-            wanted=conditions[:, 2],
+            required=conditions[:, 2],
         )
 
 
@@ -113,13 +113,15 @@ class LogitBias(LogitsProcessor):
             *_conditions(entries, slots, positions),
         ]
         packed = to_device(np.concatenate(host), logits.device)
-        row, token, amount, entry, slot, position, wanted = packed.split([len(x) for x in host])
+        row, token, amount, entry, slot, position, required = packed.split([len(x) for x in host])
         amounts = amount.view(torch.float64).float()
         if len(entry):
             seen = self._states.token_ids[slot, position]
             # An entry with conditions has the amount `BANNED_BIAS`. "amax" sets it to 0 if one of
             # its conditions does not hold.
-            amounts.scatter_reduce_(0, entry, torch.where(seen == wanted, BANNED_BIAS, 0.0), "amax")
+            amounts.scatter_reduce_(
+                0, entry, torch.where(seen == required, BANNED_BIAS, 0.0), "amax"
+            )
         logits.index_put_((row, token), amounts, accumulate=True)
 
 
@@ -146,6 +148,6 @@ def _conditions(
     entry = np.concatenate([one.entry for one in entries])
     entry += np.repeat(np.cumsum(sizes) - sizes, counts)
     position = np.repeat(positions, counts) - np.concatenate([one.back for one in entries])
-    wanted = np.concatenate([one.wanted for one in entries])
-    wanted[position < 0] = NO_TOKEN
-    return entry, np.repeat(slots, counts), position.clip(0), wanted
+    required = np.concatenate([one.required for one in entries])
+    required[position < 0] = NO_TOKEN
+    return entry, np.repeat(slots, counts), position.clip(0), required

@@ -142,7 +142,7 @@ def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: Sharde
     """Raises `ValueError` unless type and shape are the model's."""
     stored, target = file.tensor(name), state.weight
     assert isinstance(target, torch.Tensor)
-    shape, wanted = tuple(stored.shape), tuple(target.shape)
+    shape, expected = tuple(stored.shape), tuple(target.shape)
     packed = file.notes.packed.get(name)
     if packed is not None:
         packing = index.packing
@@ -155,8 +155,8 @@ def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: Sharde
         outs, size = packed
         whole = (-(-outs // packing.panel), size, packing.panel)
         shape = packed if shape == whole else shape
-    if shape != wanted or stored.dtype != target.dtype:
+    if shape != expected or stored.dtype != target.dtype:
         raise ValueError(
             f"tensor {name!r} in {str(file.path)!r} is {list(shape)} {stored.dtype}, but the model "
-            f"of this configuration has {list(wanted)} {target.dtype}; {AGAIN}"
+            f"of this configuration has {list(expected)} {target.dtype}; {AGAIN}"
         )

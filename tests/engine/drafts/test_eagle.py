@@ -69,7 +69,7 @@ def drafting(head: str, method: str, **overrides: Any) -> LLM:
     )
 
 
-class Guesses:
+class Proposals:
     """Records what an engine receives: the tokens of a row, and the proposals after them."""
 
     def __init__(self, llm: LLM) -> None:
@@ -78,31 +78,31 @@ class Guesses:
         receive = drafter.on_proposals
 
         def on_proposals(rows: Any, proposals: dict[int, list[int]]) -> None:
-            for row, guess in proposals.items():
-                if guess and rows[row].status is not RequestStatus.FINISHED:
-                    self.found.append((tuple(rows[row].token_ids), guess))
+            for row, proposed in proposals.items():
+                if proposed and rows[row].status is not RequestStatus.FINISHED:
+                    self.found.append((tuple(rows[row].token_ids), proposed))
             receive(rows, proposals)
 
         drafter.on_proposals = on_proposals  # type: ignore[method-assign]
 
     def assert_those_of(self, head: PlainHead, least: int) -> None:
         assert len(self.found) >= least
-        assert max(len(guess) for _, guess in self.found) > 1
-        for tokens, guess in self.found:
-            assert head.guess(list(tokens), len(guess)) == guess
+        assert max(len(proposed) for _, proposed in self.found) > 1
+        for tokens, proposed in self.found:
+            assert head.propose(list(tokens), len(proposed)) == proposed
 
 
-def answer_around_a_sleep(llm: LLM, level: int) -> Guesses:
+def answer_around_a_sleep(llm: LLM, level: int) -> Proposals:
     """Asserts that the proposer sleeps with the engine, and that the answers are the same before
     and after."""
     worker = llm._engine.core.executor._worker
-    guesses = Guesses(llm)
+    proposals = Proposals(llm)
     first = answers(llm)
     llm._engine.core.memory.set_sleep(level)
     assert bool(worker.draft_model.modules) == (level == 1)
     llm._engine.core.memory.set_sleep(0)
     assert answers(llm) == first
-    return guesses
+    return proposals
 
 
 def assert_same_up_to_64_tokens(plain: LLM, llm: LLM) -> None:
@@ -149,27 +149,29 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_guesses_are_those_of_the_head(name: str, head: Any, wanted: dict[str, list[Any]]) -> None:
+def test_proposals_are_those_of_the_head(
+    name: str, head: Any, wanted: dict[str, list[Any]]
+) -> None:
     path = head(name)
     with drafting(path, HEADS[name]["method"]) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted["greedy"]
         assert answers(llm, DRAWN) == wanted["drawn"]
-    guesses.assert_those_of(plain_head(path, NANO), 40)
+    proposals.assert_those_of(plain_head(path, NANO), 40)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3 that knows some tokens"])
 @pytest.mark.parametrize("way", WAYS)
-def test_guesses_are_the_same_on_every_way(
+def test_proposals_are_the_same_on_every_way(
     way: str, name: str, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
     path = head(name)
     with drafting(path, HEADS[name]["method"], **WAYS[way]) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted["greedy"]
         assert answers(llm, DRAWN) == wanted["drawn"]
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
-    guesses.assert_those_of(plain_head(path, NANO), 25)
+    proposals.assert_those_of(plain_head(path, NANO), 25)
 
 
 @pytest.mark.parametrize("name", ["eagle3 that reads other layers", "eagle3"])
@@ -178,9 +180,9 @@ def test_each_stage_hands_on_what_its_layers_have_read(
 ) -> None:
     split = {"parallel__pipeline": 4, "scheduler__steps_in_flight": 3}
     with drafting(head(name), "eagle3", **split) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted["greedy"]
-    guesses.assert_those_of(plain_head(head(name), NANO), 20)
+    proposals.assert_those_of(plain_head(head(name), NANO), 20)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
@@ -189,9 +191,9 @@ def test_a_model_that_runs_through_transformers(
 ) -> None:
     ways = {"model__backend": "transformers", "parallel__pipeline": stages}
     with drafting(head(name), name, **ways) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted["greedy"]
-    guesses.assert_those_of(plain_head(head(name), NANO), 20)
+    proposals.assert_those_of(plain_head(head(name), NANO), 20)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
@@ -201,9 +203,9 @@ def test_a_model_with_experts(method: str, tmp_path: Path) -> None:
         expected = answers(plain)
     changes = {"drafts__method": method, "drafts__model": {"path": path}}
     with engine(MOE, cache__prefix_caching=False, **changes) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == expected
-    guesses.assert_those_of(plain_head(path, MOE), 20)
+    proposals.assert_those_of(plain_head(path, MOE), 20)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
@@ -253,8 +255,8 @@ def spoil(folder: str, change: Any) -> None:
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
 def test_it_sleeps_with_the_engine(level: int, name: str, head: Any) -> None:
     with drafting(head(name), name) as llm:
-        guesses = answer_around_a_sleep(llm, level)
-    guesses.assert_those_of(plain_head(head(name), NANO), 40)
+        proposals = answer_around_a_sleep(llm, level)
+    proposals.assert_those_of(plain_head(head(name), NANO), 40)
 
 
 def test_what_it_takes_from_the_model_follows_new_weights(head: Any, tmp_path: Path) -> None:
@@ -263,10 +265,10 @@ def test_what_it_takes_from_the_model_follows_new_weights(head: Any, tmp_path: P
     shutil.copytree(NANO, tmp_path / "other")
     save_file(turned, str(tmp_path / "other" / "model.safetensors"), metadata={"format": "pt"})
     with drafting(head("eagle"), "eagle") as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         llm.update_weights(turned)
         answers(llm)
-    guesses.assert_those_of(PlainHead(head("eagle"), str(tmp_path / "other")), 20)
+    proposals.assert_those_of(PlainHead(head("eagle"), str(tmp_path / "other")), 20)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -12,7 +12,7 @@ import pytest
 from swell.configs.drafts import MAX_DRAFTS
 from swell.engine.core import EngineCore
 from swell.engine.scheduling import drafter
-from swell.engine.scheduling.model_drafter import GuessedTokens
+from swell.engine.scheduling.model_drafter import ProposedTokens
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.engine.conservation import check_blocks
@@ -49,7 +49,7 @@ def answer(core: EngineCore, *wanted: EngineCoreRequest) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("chunk", [0, 3])
-def test_guesses_become_drafts_of_the_next_step(depth: int, chunk: int) -> None:
+def test_proposals_become_drafts_of_the_next_step(depth: int, chunk: int) -> None:
     core = drafting(4, steps_in_flight=depth, max_chunk_tokens=chunk)
     answer(core, request("r", [1, 2, 3, 4, 5], 41))
     assert_all_right(core)
@@ -74,7 +74,7 @@ def test_blocks_that_are_found_serve_the_draft_model_too(depth: int, block_token
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_requests_go_on_with_right_guesses(depth: int, caching: bool) -> None:
+def test_preempted_requests_go_on_with_right_proposals(depth: int, caching: bool) -> None:
     core = drafting(num_blocks=12, max_model_len=48, steps_in_flight=depth, prefix_caching=caching)
     answer(core, *(request(f"r{i}", [i, 2, 3, 4], 30) for i in range(4)))
     assert core.scheduler.num_preemptions
@@ -92,7 +92,7 @@ def test_blocks_that_come_back_bring_the_draft_models_part(offload: tuple[int, i
     assert_all_right(core)
 
 
-def test_a_moved_request_goes_on_with_right_guesses() -> None:
+def test_a_moved_request_goes_on_with_right_proposals() -> None:
     whole = expected(request("r", [1, 2, 3], 30))
     for done in range(1, 29):
         core = drafting()
@@ -104,7 +104,7 @@ def test_a_moved_request_goes_on_with_right_guesses() -> None:
         assert drafts.num_drafts == drafts.num_accepted and (drafts.num_drafts or done > 26)
 
 
-def test_guesses_of_lost_steps_are_forgotten() -> None:
+def test_proposals_of_lost_steps_are_forgotten() -> None:
     core = drafting(steps_in_flight=2)
     wanted = request("r", [1, 2, 3], 40)
     core.add_request(wanted, CLIENT)
@@ -125,18 +125,18 @@ def test_more_rows_than_the_limit_are_not_asked() -> None:
         assert not plan.proposals or len(plan.slots) < 3
 
 
-def test_guesses_take_no_block_that_another_row_needs() -> None:
+def test_proposals_take_no_block_that_another_row_needs() -> None:
     core = drafting(num_blocks=11)
     answer(core, *(request(f"r{i}", [i, 5], 8) for i in range(4)))
     assert core.scheduler.num_preemptions == 0, "the tokens of all rows fit into the blocks"
 
 
-def test_wrong_guesses_shrink_and_then_stop_for_a_while() -> None:
+def test_wrong_proposals_shrink_and_then_stop_for_a_while() -> None:
     core = drafting(max_model_len=300, num_blocks=100, steps_in_flight=1)
     worker, wanted = core.executor.worker, request("r", [1, 2, 3], 150)
-    guess = worker.guess
-    worker.guess = lambda *args: {
-        row: [(token + 1) % 50 for token in guessed] for row, guessed in guess(*args).items()
+    propose = worker.propose
+    worker.propose = lambda *args: {
+        row: [(token + 1) % 50 for token in proposed] for row, proposed in propose(*args).items()
     }
     answer(core, wanted)
     drafts = [len(tokens) for plan in core.executor.plans for tokens in plan.drafts.values()]
@@ -149,7 +149,7 @@ def test_wrong_guesses_shrink_and_then_stop_for_a_while() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("outputs", range(40, 62))
-def test_no_guess_lies_behind_the_longest_sequence(depth: int, outputs: int) -> None:
+def test_no_proposal_lies_behind_the_longest_sequence(depth: int, outputs: int) -> None:
     core = drafting(7, max_model_len=64, steps_in_flight=depth)
     answer(core, request("r", [1, 2], outputs))
     assert_all_right(core)
@@ -159,14 +159,14 @@ def test_no_guess_lies_behind_the_longest_sequence(depth: int, outputs: int) -> 
     assert len(row.block_ids) + sum(map(len, added)) <= -(-(2 + outputs) // 4)
 
 
-def test_a_guess_is_used_as_far_as_the_row_has_followed_it() -> None:
-    guessed = GuessedTokens()
-    assert guessed.propose(array("q", [1, 2]), 3) == []
-    guessed.receive([5, 6, 7, 8], 2)
-    assert guessed.propose(array("q", [1, 2]), 3) == [5, 6, 7]
-    assert guessed.propose(array("q", [1, 2, 5, 6]), 3) == [7, 8]
-    assert guessed.propose(array("q", [1, 2, 5, 9]), 3) == []
-    assert guessed.propose(array("q", [1, 2, 5, 6, 7, 8, 9]), 3) == []
+def test_a_proposal_is_used_as_far_as_the_row_has_followed_it() -> None:
+    proposed = ProposedTokens()
+    assert proposed.propose(array("q", [1, 2]), 3) == []
+    proposed.receive([5, 6, 7, 8], 2)
+    assert proposed.propose(array("q", [1, 2]), 3) == [5, 6, 7]
+    assert proposed.propose(array("q", [1, 2, 5, 6]), 3) == [7, 8]
+    assert proposed.propose(array("q", [1, 2, 5, 9]), 3) == []
+    assert proposed.propose(array("q", [1, 2, 5, 6, 7, 8, 9]), 3) == []
 
 
 class _Prompt(array):  # type: ignore[type-arg]
@@ -178,8 +178,8 @@ class _Prompt(array):  # type: ignore[type-arg]
         return taken
 
 
-def test_a_row_without_a_guess_does_not_read_all_of_its_tokens() -> None:
-    proposer = GuessedTokens()
+def test_a_row_without_a_proposal_does_not_read_all_of_its_tokens() -> None:
+    proposer = ProposedTokens()
     tokens = _Prompt("q", range(1000))
     assert proposer.propose(tokens, 3) == []
     proposer.receive([998, 999, 5, 6], 998)

@@ -20,7 +20,7 @@ from swell.worker.sharded import saving
 from tests.engine.drafts.test_draft_model import DRAWN, answers, drafter_of
 from tests.engine.drafts.test_eagle import (
     WAYS,
-    Guesses,
+    Proposals,
     answer_around_a_sleep,
     assert_memory_counts,
     assert_same_up_to_64_tokens,
@@ -75,11 +75,11 @@ def wanted(served: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*TYPES, OWN])
-def test_guesses_are_those_of_transformers(name: str, served: Any, wanted: Any) -> None:
+def test_proposals_are_those_of_transformers(name: str, served: Any, wanted: Any) -> None:
     with drafting(served(name)) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
-    guesses.assert_those_of(plain_layer(served(name)), 40)
+    proposals.assert_those_of(plain_layer(served(name)), 40)
 
 
 WAYS_OF = {
@@ -95,19 +95,19 @@ WAYS_OF = {
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name in WAYS_OF for way in WAYS_OF[name]]
 )
-def test_guesses_are_the_same_on_every_way(name: str, way: str, served: Any, wanted: Any) -> None:
+def test_proposals_are_the_same_on_every_way(name: str, way: str, served: Any, wanted: Any) -> None:
     with drafting(served(name), **WAYS_OF[name][way]) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
-    guesses.assert_those_of(plain_layer(served(name)), 25)
+    proposals.assert_those_of(plain_layer(served(name)), 25)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_it_sleeps_with_the_engine(level: int, served: Any) -> None:
     with drafting(served("llama")) as llm:
-        guesses = answer_around_a_sleep(llm, level)
-    guesses.assert_those_of(plain_layer(served("llama")), 40)
+        proposals = answer_around_a_sleep(llm, level)
+    proposals.assert_those_of(plain_layer(served("llama")), 40)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -129,9 +129,9 @@ def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: P
     plain = _without_layer(served("llama"), tmp_path / "plain")
     carrier = make(tmp_path / "carrier", "llama", seed=7)
     with drafting(plain, drafts__model={"path": carrier}) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted("llama")[0]
-    guesses.assert_those_of(PlainLayer(carrier, model=plain), 20)
+    proposals.assert_those_of(PlainLayer(carrier, model=plain), 20)
 
 
 def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
@@ -149,9 +149,9 @@ def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
             (with_folder, bare, PlainLayer(path, model=bare)),
         ):
             each.update_weights(weights)
-            guesses = Guesses(each)
+            proposals = Proposals(each)
             assert answers(each) != before
-            guesses.assert_those_of(oracle, 20)
+            proposals.assert_those_of(oracle, 20)
 
 
 def test_random_weights_of_a_layer(served: Any, wanted: Any) -> None:
@@ -181,9 +181,9 @@ def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
         ),
     ):
         with drafting(str(folder), **changes) as llm:
-            guesses = Guesses(llm)
+            proposals = Proposals(llm)
             answers(llm)
-        guesses.assert_those_of(oracle, 20)
+        proposals.assert_those_of(oracle, 20)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
@@ -193,9 +193,9 @@ def test_the_checkpoint_says_whether_the_layer_has_experts(kind: str, tmp_path: 
     path = make(tmp_path / "model", "qwen3_moe", mlp_only_layers=own)
     tiny_models.change_config(Path(path), mlp_only_layers=[] if kind == "dense" else own)
     with drafting(path) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         answers(llm)
-    assert len(guesses.found) > 20
+    assert len(proposals.found) > 20
     stored = load_file(f"{path}/model.safetensors")
     assert any("layers.4.mlp.experts" in name for name in stored) == (kind == "sparse")
 
@@ -205,9 +205,9 @@ def test_a_norm_behind_the_layer_may_be_called_otherwise(
 ) -> None:
     folder = _renamed(served("llama"), tmp_path / "model", "shared_head.norm", "final_layernorm")
     with drafting(str(folder)) as llm:
-        guesses = Guesses(llm)
+        proposals = Proposals(llm)
         assert answers(llm) == wanted("llama")[0]
-    guesses.assert_those_of(plain_layer(served("llama")), 20)
+    proposals.assert_those_of(plain_layer(served("llama")), 20)
 
 
 def test_its_experts_are_found(served: Any) -> None:

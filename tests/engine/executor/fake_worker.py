@@ -121,10 +121,10 @@ class FakeWorker:
             if row in plan.drafts:
                 accepted[row] = len(kept) - 1
         return ModelRunnerOutput(
-            plan.step, drawn, accepted=accepted, proposals=self.guess(plan, accepted)
+            plan.step, drawn, accepted=accepted, proposals=self.propose(plan, accepted)
         )
 
-    def guess(self, plan: SchedulerOutput, accepted: dict[int, int]) -> dict[int, list[int]]:
+    def propose(self, plan: SchedulerOutput, accepted: dict[int, int]) -> dict[int, list[int]]:
         """Proposes drafts as a draft model that equals the model would, if the draft cache has
         every token."""
         found: dict[int, list[int]] = {}
@@ -143,12 +143,12 @@ class FakeWorker:
             newest = plan.starts[row] + plan.num_tokens[row] - drafts + right
             places = [divmod(position, self.block_tokens) for position in range(newest + count)]
             context = [cache[table[block]][offset] for block, offset in places[:newest]]
-            guess = tokens[newest]
+            proposal = tokens[newest]
             for block, offset in places[newest:]:
-                cache[table[block]][offset] = guess  # every proposal has a place in the cache
-                context.append(guess)
-                guess = next_token(context, self.seeds[slot])
-                found[row].append(guess)
+                cache[table[block]][offset] = proposal  # every proposal has a place in the cache
+                context.append(proposal)
+                proposal = next_token(context, self.seeds[slot])
+                found[row].append(proposal)
         return found
 
     def _draw(self, slot: int, end: int, samples: int) -> list[int]:

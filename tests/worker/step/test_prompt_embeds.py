@@ -234,8 +234,8 @@ def test_a_table_gives_each_step_its_part_and_keeps_nothing() -> None:
 
 def test_a_prefix_that_is_computed_needs_no_embeddings() -> None:
     embeds = PromptEmbeds("F32", 4, noise(6, 4).numpy().tobytes())
-    assert embeds.behind(0) == embeds and embeds.behind(6) is None
-    rest = embeds.behind(4)
+    assert embeds.after(0) == embeds and embeds.after(6) is None
+    rest = embeds.after(4)
     assert rest is not None and (rest.first, rest.num_tokens) == (4, 2)
     table = PromptEmbedsTable(4, torch.device("cpu"), is_first_stage=True)
     table.add_request(NewRequest(0, [0] * 6, 6, [0], SamplerParams(), prompt_embeds=rest))
