@@ -18,19 +18,23 @@ from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
-from swell.cluster.api.bodies.body_reader import Body, body_bytes, warn_of_keywords
+from swell.cluster.api.bodies.body_reader import Body, warn_of_keywords
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
-from swell.cluster.api.keep_alive import KeepAliveMiddleware
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
 from swell.cluster.api.pooling.pooling_routes import PoolingRoutes
+from swell.cluster.api.request_context import (
+    RequestContext,
+    RequestContextMiddleware,
+    context_of,
+)
 from swell.cluster.api.responses.routes import ResponseRoutes
 from swell.cluster.api.routing import (
     StripTrailingSlash,
@@ -96,8 +100,8 @@ class Ingress:
             middleware=[
                 Middleware(Cors, CorsRules.of(services.config.serve)),
                 Middleware(StripTrailingSlash),
+                Middleware(RequestContextMiddleware, services.config.serve.keep_alive_s),
                 Middleware(RequestThrottle),
-                Middleware(KeepAliveMiddleware, services.config.serve.keep_alive_s),
             ],
         )
         self.app.router.redirect_slashes = False
@@ -139,72 +143,72 @@ class Ingress:
         return await self._answer(request, CompletionRequest, self._begin_completions)
 
     async def _begin_completions(
-        self, body: CompletionRequest, request: Request, identity: AnswerIdentity
+        self, body: CompletionRequest, context: RequestContext, identity: AnswerIdentity
     ) -> Any:
         if body.session is not None:
-            return await self._sessions.answer(body, request, identity)
+            return await self._sessions.answer(body, context, identity)
         convert = completion_convert.to_generation_request
-        params = await self._process(request, convert, body, identity)
+        params = await self._process(context, convert, body, identity)
         id, model = f"cmpl-{identity.id}", self.services.model_name(body.model)
         writer = CompletionResponseWriter(id, model, body, identity.created)
-        return await self.services.serving.answer(request, params, writer, identity)
+        return await self.services.serving.answer(context, params, writer, identity)
 
     async def _chat(self, request: Request) -> Any:
         return await self._answer(request, ChatCompletionRequest, self._begin_chat)
 
     async def _begin_chat(
-        self, body: ChatCompletionRequest, request: Request, identity: AnswerIdentity
+        self, body: ChatCompletionRequest, context: RequestContext, identity: AnswerIdentity
     ) -> Any:
         convert = chat_convert.to_generation_request
-        params = await self._process(request, convert, body, identity)
+        params = await self._process(context, convert, body, identity)
         id, model = f"chatcmpl-{identity.id}", self.services.model_name(body.model)
         writer = ChatResponseWriter(
             *(id, model, body, params.make_parser),
             created=identity.created,
             counter=self.services.reasoning,
         )
-        return await self.services.serving.answer(request, params, writer, identity)
+        return await self.services.serving.answer(context, params, writer, identity)
 
     async def _messages(self, request: Request) -> Any:
         return await self._answer(request, MessagesRequest, self._begin_message)
 
     async def _begin_message(
-        self, body: MessagesRequest, request: Request, identity: AnswerIdentity
+        self, body: MessagesRequest, context: RequestContext, identity: AnswerIdentity
     ) -> Any:
         convert = messages_convert.to_generation_request
-        params = await self._process(request, convert, body, identity)
+        params = await self._process(context, convert, body, identity)
         model = self.services.model_name(body.model)
         writer = MessagesResponseWriter(identity.id, model, body, params.make_parser)
-        return await self.services.serving.answer(request, params, writer, identity)
+        return await self.services.serving.answer(context, params, writer, identity)
 
     async def _answer(
         self,
         request: Request,
         kind: type[Body],
-        begin: Callable[[Body, Request, AnswerIdentity], Awaitable[Any]],
+        begin: Callable[[Body, RequestContext, AnswerIdentity], Awaitable[Any]],
     ) -> Any:
         services = self.services
         body = await services.read_for_answer(request, kind)
-        owner = services.access.check_user(request)
-        return await services.resumable.answer(request, owner, body, partial(begin, body))
+        return await services.resumable.answer(request, body, partial(begin, body))
 
     async def _process(
         self,
-        request: Request,
+        context: RequestContext,
         convert: Callable[[Any, Mapping[str, Any]], GenerationRequest],
         body: Any,
         identity: AnswerIdentity,
     ) -> ProcessedRequest:
         work = partial(convert, body, self.services.sampling_defaults)
-        size = body_bytes(request)
-        processing = self.services.process(request, work, size, identity, body.model)
-        params = await with_deadline(request, processing)
-        warn_of_keywords(request, params.ignored_keywords)
+        size = context.body_bytes
+        processing = self.services.process(context, work, size, identity, body.model)
+        params = await with_deadline(context, processing)
+        warn_of_keywords(context, params.ignored_keywords)
         return params
 
     async def _count_tokens(self, request: Request) -> Response:
         body = await self.services.read(request, CountTokensRequest)
         ids = await self.services.input_processor.tokenize(
-            lambda: (messages_convert.conversation(body), TEMPLATE_TEXT), body_bytes(request)
+            lambda: (messages_convert.conversation(body), TEMPLATE_TEXT),
+            context_of(request).body_bytes,
         )
         return json_response(TokenCount(input_tokens=len(ids)))

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Scope, Send
 
-from swell.cluster.api.answers.event_stream import EVENT_HEADERS
+from swell.cluster.api.answers.sse import EVENT_HEADERS
 from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 
@@ -31,8 +31,6 @@ _WHOLE_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-_STATE = "swell.keep_alive"
-"""Key of the request's state."""
 
 
 class EarlyHead(msgspec.Struct, frozen=True):
@@ -158,37 +156,6 @@ class KeepAlive:
 
 async def _nothing() -> None:
     pass
-
-
-class KeepAliveMiddleware:
-    """ASGI middleware that gives every request a `KeepAlive`, which sends nothing until it is
-    armed."""
-
-    def __init__(self, app: ASGIApp, interval_s: float) -> None:
-        self._app = app
-        self._interval_s = interval_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        keep_alive = KeepAlive(scope, send, self._interval_s)
-        scope.setdefault("state", {})[_STATE] = keep_alive
-        try:
-            await self._app(scope, receive, keep_alive.send)
-        finally:
-            keep_alive.close()
-
-
-def keep_alive_of(request: Request) -> KeepAlive | None:
-    """Returns the `KeepAlive` of a request; None: no client waits for its answer on a
-    connection."""
-    found: KeepAlive | None = request.scope.get("state", {}).get(_STATE)
-    return found
-
-
-def detach_keep_alive(state: dict[str, object]) -> None:
-    """Removes the `KeepAlive` from `state`, the state of a request without a client."""
-    state.pop(_STATE, None)
 
 
 def wants_early_head(request: Request) -> bool:

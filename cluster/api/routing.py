@@ -4,7 +4,6 @@ API."""
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -20,33 +19,28 @@ from swell.cluster.api.bodies.http_errors import HTTPError, error_body, error_in
 from swell.cluster.api.bodies.protocol_base import named_event
 from swell.cluster.api.keep_alive import (
     EarlyHead,
-    keep_alive_of,
     stream_head,
     wants_early_head,
     whole_head,
 )
 from swell.cluster.api.messages.message import Ping, messages_error, messages_status
 from swell.cluster.api.messages.models import ANTHROPIC_VERSION
+from swell.cluster.api.request_context import (
+    MAX_REQUEST_ID_CHARS,
+    REQUEST_ID,
+    context_of,
+    is_valid_request_id,
+)
 from swell.cluster.api.responses.events import ErrorEvent
 from swell.cluster.text.params.field_path import rename_roots
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 
 Handler = Callable[[Request], Awaitable[Any]]
 
-REQUEST_ID = "x-request-id"
 WARNING = "x-swell-warning"
 """The header that lists ignored fields of a request (`serve.unknown_fields: ignore`) and ignored
 keywords of its schemas (`serve.schema_keywords: ignore`)."""
 ANTHROPIC_REQUEST_ID = "request-id"
-MAX_REQUEST_ID_CHARS = 128
-_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID_CHARS}}}\Z")
-
-
-def route_path(scope: Scope) -> str:
-    """Returns the path as the routes define it, without the prefix under which a proxy, such as Ray
-    Serve's, mounts this application."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
 
 
 def json_response(
@@ -59,12 +53,12 @@ def json_response(
 def error_response(error: Exception, request: Request) -> Response:
     """Returns the error in the format and with the status of the route's API."""
     if isinstance(error, BadRequest):
-        error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
+        error = error.renamed(rename_roots(context_of(request).aliases))
     info = error_info(error)
     if not is_anthropic(request):
         return json_response(error_body(info), info.status, info.headers)
     status = messages_status(info.status)
-    body = messages_error(info.message, status, request_id(request))
+    body = messages_error(info.message, status, context_of(request).id)
     return json_response(body, status, info.headers)
 
 
@@ -72,18 +66,18 @@ def error_events(error: Exception, request: Request) -> bytes:
     """Returns the error as the last events of a stream whose head was sent before the answer was
     known."""
     if isinstance(error, BadRequest):
-        error = error.renamed(rename_roots(getattr(request.state, "aliases", {})))
+        error = error.renamed(rename_roots(context_of(request).aliases))
     info = error_info(error)
     if is_anthropic(request):
-        return named_event(messages_error(info.message, info.status, request_id(request)))
-    if route_path(request.scope) == "/v1/responses":
+        return named_event(messages_error(info.message, info.status, context_of(request).id))
+    if context_of(request).path == "/v1/responses":
         return named_event(ErrorEvent(code=info.code, message=info.message, param=info.param))
     return event(error_body(info)) + DONE
 
 
 def arm_keep_alive(request: Request, *, stream: bool) -> None:
     """Starts the keep-alive of a request that was read and may wait now. Raises BadRequest."""
-    keep_alive, wants_head = keep_alive_of(request), wants_early_head(request)
+    keep_alive, wants_head = context_of(request).keep_alive, wants_early_head(request)
     if keep_alive is None:
         return
     if stream:
@@ -96,25 +90,15 @@ def arm_keep_alive(request: Request, *, stream: bool) -> None:
 def is_anthropic(request: Request) -> bool:
     """Returns whether the route belongs to Anthropic's API, even if it does not exist. `/v1/models`
     belongs to both APIs: a header tells which client asks."""
-    path = f"{route_path(request.scope)}/"
+    path = f"{context_of(request).path}/"
     is_shared = path.startswith("/v1/models/") and ANTHROPIC_VERSION in request.headers
     return is_shared or path.startswith("/v1/messages/")
-
-
-def request_id(request: Request) -> str:
-    """Returns the id from the header `x-request-id`, or an id that is generated once for the
-    request."""
-    state = request.state
-    if not hasattr(state, "request_id"):
-        state.request_id = request.headers.get(REQUEST_ID) or uuid.uuid4().hex
-    return str(state.request_id)
 
 
 def _check_request_id(request: Request) -> None:
     """Raises BadRequest if the sent id is invalid: it is returned in a header and in ids."""
     sent = request.headers.get(REQUEST_ID)
-    if sent is not None and not _REQUEST_ID.match(sent):
-        request.state.request_id = uuid.uuid4().hex
+    if sent is not None and not is_valid_request_id(sent):
         raise BadRequest(
             f"the header {REQUEST_ID}={shown(sent)} must be 1 to {MAX_REQUEST_ID_CHARS} visible "
             "ASCII characters",
@@ -146,17 +130,18 @@ def with_error_handling(handler: Handler) -> Handler:
 
 def _settle(request: Request) -> EarlyHead | None:
     """Marks the answer as known. Returns the head that was sent before, if any."""
-    keep_alive = keep_alive_of(request)
+    keep_alive = context_of(request).keep_alive
     return None if keep_alive is None else keep_alive.settle()
 
 
 def _common_headers(request: Request) -> dict[str, str]:
     """Returns the headers of every response to the request."""
-    headers = {REQUEST_ID: request_id(request)}
-    if warning := getattr(request.state, "warning", None):
-        headers[WARNING] = warning
+    context = context_of(request)
+    headers = {REQUEST_ID: context.id}
+    if context.warning:
+        headers[WARNING] = context.warning
     if is_anthropic(request):
-        headers[ANTHROPIC_REQUEST_ID] = request_id(request)
+        headers[ANTHROPIC_REQUEST_ID] = context.id
     return headers
 
 
@@ -189,7 +174,7 @@ async def _refuse(request: Request) -> Any:
 def _did_you_mean(request: Request) -> str:
     """Returns a hint at the same path with exactly one `/v1`, for a client whose base URL lacks it
     or repeats it; empty if there is no such route."""
-    bare = re.sub(r"^(/v1)+(?=/)", "", route_path(request.scope))
+    bare = re.sub(r"^(/v1)+(?=/)", "", context_of(request).path)
     for path in (f"/v1{bare}", bare):
         scope = {**request.scope, "path": path, "root_path": ""}
         for one in request.app.routes:

@@ -110,7 +110,7 @@ class ServerRoutes:
         return json_response(admin.ServerLoad(server_load=busy))
 
     async def _server_info(self, request: Request) -> Response:
-        self._services.access.check_user(request)
+        self._services.authorize(request)
         config = self._config
         return json_response(
             admin.ServerInfo(
@@ -127,7 +127,7 @@ class ServerRoutes:
         )
 
     async def _models(self, request: Request) -> Response:
-        self._services.access.check_user(request)
+        self._services.authorize(request)
         names = [self._services.model, *self._services.adapters.names]
         if is_anthropic(request):
             models = [self._anthropic_card(name) for name in names]
@@ -135,7 +135,7 @@ class ServerRoutes:
         return json_response(admin.ModelList(data=[self._card(name) for name in names]))
 
     async def _one_model(self, request: Request) -> Response:
-        self._services.access.check_user(request)
+        self._services.authorize(request)
         model = request.path_params["model"]
         self._services.check_model(model)
         if is_anthropic(request):

@@ -15,11 +15,11 @@ from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.request_recorder import RequestRecorder
 from swell.cluster.api.answers.serving_handler import ServingHandler
 from swell.cluster.api.bodies.body_reader import BodyReader
+from swell.cluster.api.request_context import RequestContext, context_of
 from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
-from swell.cluster.api.routing import arm_keep_alive, request_id
+from swell.cluster.api.routing import arm_keep_alive
 from swell.cluster.api.server.access import Access
-from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.api.tracing.exporter import make_exporter, trace_headers
+from swell.cluster.api.tracing.exporter import make_exporter
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
@@ -100,25 +100,31 @@ class Services:
         await self.traces.close()
         self.offloads.close()
 
+    def authorize(self, request: Request) -> RequestContext:
+        """Checks the user's key; returns the context, which then names the owner. Raises
+        HTTPError."""
+        context = context_of(request)
+        context.owner = self.access.check_user(request)
+        return context
+
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:
         """Returns the body of a generation or pooling request. Raises TooManyWaiting before the
         body is read if too many requests wait, so that thousands are refused as fast as they
         arrive."""
-        owner = self.access.check_user(request)
+        context = self.authorize(request)
         if self.pooling is not None and not kind.POOLS:
             raise generation_refusal(self.pooling.spec)
         if self.pooling is None and kind.POOLS:
             raise pooling_refusal()
-        is_kept = self.resumable.has(request, owner)
+        is_kept = self.resumable.has(request, context.owner)
         if self.llm.has_seen_engine and not is_kept:
             self.llm.check_admission()
-        came_s = request.scope[ARRIVAL_TIME_S]
-        request.state.deadline = deadline_of(request.headers.get(TIMEOUT), came_s)
-        return await self.read(request, kind, is_kept=is_kept)
+        context.deadline = deadline_of(request.headers.get(TIMEOUT), context.arrived_s)
+        return await self._read(request, kind, is_kept=is_kept)
 
     async def process(
         self,
-        request: Request,
+        context: RequestContext,
         convert: Callable[[], GenerationRequest],
         size_bytes: int,
         identity: AnswerIdentity,
@@ -130,15 +136,14 @@ class Services:
         if adapter is None:
             self.check_model(model)  # it may have been unloaded a moment ago
             adapter = self._adapter_of(model)
-        id, headers = request_id(request), trace_headers(request) or None
 
         def work() -> GenerationRequest:
             made = convert()
-            salt = self.access.prefix_salt(identity.owner, made.cache_salt)
+            salt = self.access.prefix_salt(context.owner, made.cache_salt)
             return msgspec.structs.replace(
                 made,
-                external_req_id=id,
-                trace_headers=headers,
+                external_req_id=context.id,
+                trace_headers=context.trace_headers or None,
                 random=identity.random,
                 adapter=adapter,
                 cache_salt=salt,
@@ -158,17 +163,22 @@ class Services:
             "model_not_found",
         )
 
-    async def read(self, request: Request, kind: type[Body], *, is_kept: bool = False) -> Body:
+    async def read(self, request: Request, kind: type[Body]) -> Body:
+        """Returns the checked body of a request that no engine answers. Raises BadRequest,
+        HTTPError and NoEngine."""
+        self.authorize(request)
+        return await self._read(request, kind)
+
+    async def _read(self, request: Request, kind: type[Body], *, is_kept: bool = False) -> Body:
         """Returns a checked body for this model, once an engine has reported its limits. `is_kept`
         tells that its answer exists already, perhaps from an adapter that was unloaded since.
         Raises BadRequest, HTTPError, NoEngine and RequestTimedOut."""
-        self.access.check_user(request)
         body = await self.reader.read(request, kind)
         arm_keep_alive(request, stream=bool(getattr(body, "stream", None)))
         model = getattr(body, "model", None)
         if self.llm.has_seen_view and not is_kept:
             self.check_model(model)
-        await with_deadline(request, self.llm.wait_for_engine())
+        await with_deadline(context_of(request), self.llm.wait_for_engine())
         if not is_kept:
             self.check_model(model)
         return body

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.bodies.body_reader import body_bytes
 from swell.cluster.api.bodies.protocol_base import Body
+from swell.cluster.api.request_context import context_of
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.text.params.sampling_params import BadRequest
@@ -106,7 +106,7 @@ class TokenizeRoutes:
 
     async def _tokenize(self, request: Request) -> Response:
         body = await self._read(request, TokenizeRequest)
-        size = body_bytes(request)
+        size = context_of(request).body_bytes
         ids = await self._processor.tokenize(lambda: tokenize_input(body), size)
         return json_response(await self._offload.run_sized(size, self._response, body, ids))
 
@@ -121,5 +121,7 @@ class TokenizeRoutes:
 
     async def _detokenize(self, request: Request) -> Response:
         body = await self._read(request, DetokenizeRequest)
-        text = await self._offload.run_sized(body_bytes(request), self._prompts.decode, body.tokens)
+        text = await self._offload.run_sized(
+            context_of(request).body_bytes, self._prompts.decode, body.tokens
+        )
         return json_response(DetokenizeResponse(prompt=text))

@@ -6,21 +6,18 @@ from __future__ import annotations
 import time
 from random import Random
 
-from starlette.requests import Request
+import msgspec
 
-from swell.cluster.api.routing import request_id
+from swell.cluster.api.request_context import RequestContext
 from swell.cluster.text.randomness import SYSTEM_RANDOM
 from swell.configs.lora import Adapter
-from swell.configs.runtime.secret import HoldsSecrets, SecretText
 
 
-class AnswerIdentity(HoldsSecrets, frozen=True, kw_only=True):
+class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     """The id of the answer, without the prefix of an API."""
     created: int
     """When the answer began, in seconds since 1970."""
-    owner: SecretText = ""
-    """The name of the user's key, as `Access.check_user` returns it."""
     random: Random = SYSTEM_RANDOM
     """The source of the ids of the answer's parts."""
     is_repeatable: bool = False
@@ -34,6 +31,6 @@ class AnswerIdentity(HoldsSecrets, frozen=True, kw_only=True):
     nothing yet."""
 
 
-def new_identity(request: Request, owner: SecretText = "") -> AnswerIdentity:
+def new_identity(context: RequestContext) -> AnswerIdentity:
     """Returns the identity of an answer that is computed once."""
-    return AnswerIdentity(id=request_id(request), created=int(time.time()), owner=owner)
+    return AnswerIdentity(id=context.id, created=int(time.time()))

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
-from swell.cluster.client.requests.deadline import Deadline, RequestTimedOut
+from swell.cluster.api.request_context import RequestContext
+from swell.cluster.client.requests.deadline import RequestTimedOut
 
 T = TypeVar("T")
 
@@ -41,14 +42,14 @@ def _forget_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def with_deadline(request: Request, work: Awaitable[T]) -> T:
+async def with_deadline(context: RequestContext, work: Awaitable[T]) -> T:
     """Works like `run_until_disconnect`, but also raises RequestTimedOut at the client's
     deadline."""
-    deadline: Deadline | None = getattr(request.state, "deadline", None)
+    deadline = context.deadline
     limit = asyncio.timeout_at(None if deadline is None else deadline.at_s)
     try:
         async with limit:
-            return await run_until_disconnect(request.receive, work)
+            return await run_until_disconnect(context.receive, work)
     except TimeoutError:
         if deadline is None or not limit.expired():
             raise

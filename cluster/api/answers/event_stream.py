@@ -10,13 +10,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from swell.cluster.api.answers.disconnect import run_until_disconnect
+from swell.cluster.api.answers.sse import EVENT_HEADERS
 from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
-
-EVENT_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
 
 
 class EventStreamResponse:

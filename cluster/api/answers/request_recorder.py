@@ -6,14 +6,11 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
-from starlette.requests import Request
-
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.answers.response_writer import AnswerWriter
 from swell.cluster.api.bodies.timings import timings_of
-from swell.cluster.api.routing import request_id
-from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
-from swell.cluster.api.tracing.exporter import TraceExporter, trace_headers
+from swell.cluster.api.request_context import RequestContext
+from swell.cluster.api.tracing.exporter import TraceExporter
 from swell.cluster.client.requests.request_history import RequestHistory, RequestRecord
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 
@@ -28,21 +25,25 @@ class RequestRecorder:
         self._ingress = ingress
 
     def record(
-        self, request: Request, processed: ProcessedRequest, answer: AnswerWriter, ending: ExitStack
+        self,
+        context: RequestContext,
+        processed: ProcessedRequest,
+        answer: AnswerWriter,
+        ending: ExitStack,
     ) -> RequestRecord:
         """Returns the record of a request that begins now. The record is closed by `ending`."""
         now_s = time.monotonic()
-        came_s = request.scope.get(ARRIVAL_TIME_S, now_s)
+        came_s = context.arrived_s
         record = answer.record = RequestRecord(
             id=answer.id,
-            request_id=request_id(request),
+            request_id=context.id,
             operation=answer.operation,
             model=answer.model,
             received_s=came_s,
             received_at=time.time() - (now_s - came_s),
         )
         self._history.begin(record)
-        ending.callback(self._end, record, processed, trace_headers(request))
+        ending.callback(self._end, record, processed, context.trace_headers)
         return record
 
     def _end(

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import msgspec
-from starlette.requests import Request
 
 from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.answers.disconnect import run_until_disconnect
@@ -22,11 +21,10 @@ from swell.cluster.api.answers.response_writer import (
     ResponseWriter,
     usage_of,
 )
-from swell.cluster.api.keep_alive import keep_alive_of
+from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.routing import json_response
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.requests.answer_version import AnswerVersion
-from swell.cluster.client.requests.deadline import Deadline
 from swell.cluster.client.requests.merged_outputs import MergedOutputs, OutputsInTurn
 from swell.cluster.client.requests.outputs import (
     RequestOutput,
@@ -55,32 +53,32 @@ class ServingHandler:
         self._recorder = recorder
 
     async def pool(
-        self, request: Request, processed: ProcessedRequest, answer: AnswerWriter
+        self, context: RequestContext, processed: ProcessedRequest, answer: AnswerWriter
     ) -> Any:
         """Submits everything, then returns the whole answer. Raises TooManyWaiting."""
         self._llm.check_admission()
         states: list[RequestState] = []
         kind = RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
-            identity = new_identity(request)
-            await self._begin(request, processed, kind, answer, states, ending, identity)
+            identity = new_identity(context)
+            await self._begin(context, processed, kind, answer, states, ending, identity)
             outputs = MergedOutputs(states, processed.params, kind)
-            return await self._whole(request, outputs, answer, ending)
+            return await self._whole(context, outputs, answer, ending)
 
     async def answer(
         self,
-        request: Request,
+        context: RequestContext,
         processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Any:
         """Submits everything, then returns the whole answer or a stream. Raises TooManyWaiting."""
         self._llm.check_admission()
-        return await self.handle_admitted(request, processed, answer, identity)
+        return await self.handle_admitted(context, processed, answer, identity)
 
     async def handle_admitted(
         self,
-        request: Request,
+        context: RequestContext,
         processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
@@ -90,17 +88,17 @@ class ServingHandler:
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if processed.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
-            await self._begin(request, processed, kind, answer, states, ending, identity)
+            await self._begin(context, processed, kind, answer, states, ending, identity)
             merge = OutputsInTurn if identity.is_repeatable else MergedOutputs
             outputs = merge(states, processed.params, kind)
             if not processed.stream:
-                return await self._whole(request, outputs, answer, ending)
+                return await self._whole(context, outputs, answer, ending)
             # The status line waits for the first token, so that an earlier failure gets a status of
             # its own, but it waits at most `serve.keep_alive_s`.
-            keep_alive = keep_alive_of(request)
+            keep_alive = context.keep_alive
             if keep_alive is not None:
                 keep_alive.call_on_head(outputs.release_first)
-            await run_until_disconnect(request.receive, outputs.first())
+            await run_until_disconnect(context.receive, outputs.first())
             # The headers are sent with the first token, and uvicorn sends no trailers: a comment at
             # the end of the stream lists the ranks that served later.
             is_early = keep_alive is not None and keep_alive.head_left is not None
@@ -117,7 +115,7 @@ class ServingHandler:
 
     async def _begin(
         self,
-        request: Request,
+        context: RequestContext,
         processed: ProcessedRequest,
         kind: RequestOutputKind,
         answer: AnswerWriter,
@@ -127,17 +125,21 @@ class ServingHandler:
     ) -> None:
         """Records and submits everything. Closing `ending` aborts the requests that have not
         finished."""
-        record = self._recorder.record(request, processed, answer, ending)
+        record = self._recorder.record(context, processed, answer, ending)
         # Nobody reads the outputs of unfinished requests after `ending` is closed.
         ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
-        await self._submit(request, processed, kind, states, record, identity)
-        self._arm_deadline_timer(request, states, ending)
+        await self._submit(context, processed, kind, states, record, identity)
+        self._arm_deadline_timer(context, states, ending)
 
     async def _whole(
-        self, request: Request, outputs: MergedOutputs, answer: AnswerWriter, ending: ExitStack
+        self,
+        context: RequestContext,
+        outputs: MergedOutputs,
+        answer: AnswerWriter,
+        ending: ExitStack,
     ) -> Any:
         """Returns the response once all outputs are complete."""
-        prompts = await run_until_disconnect(request.receive, outputs.whole())
+        prompts = await run_until_disconnect(context.receive, outputs.whole())
         ending.close()
         usage = usage_of(prompts, outputs.num_output_tokens)
         whole = await self._offload.run_sized(
@@ -148,7 +150,7 @@ class ServingHandler:
 
     async def _submit(
         self,
-        request: Request,
+        context: RequestContext,
         processed: ProcessedRequest,
         kind: RequestOutputKind,
         states: list[RequestState],
@@ -182,11 +184,10 @@ class ServingHandler:
                 await asyncio.sleep(0)
 
     def _arm_deadline_timer(
-        self, request: Request, states: Sequence[RequestState], ending: ExitStack
+        self, context: RequestContext, states: Sequence[RequestState], ending: ExitStack
     ) -> None:
         """Terminates the requests at their client's deadline, if it has one."""
-        deadline: Deadline | None = getattr(request.state, "deadline", None)
-        if deadline is not None:
+        if (deadline := context.deadline) is not None:
             ids = [state.request_id for state in states]
             loop = asyncio.get_running_loop()
             timer = loop.call_at(deadline.at_s, self._llm.expire, ids, deadline.timeout_s)

@@ -17,6 +17,11 @@ from swell.cluster.api.bodies.protocol_base import Usage, encode_line
 from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 """A comment that is sent while a stream waits."""

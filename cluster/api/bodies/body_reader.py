@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from swell.cluster.api.bodies.content_encoding import body_decoder
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.request_context import RequestContext, context_of
 from swell.cluster.text.params.sampling_params import shown
 from swell.cluster.text.prompt.offload import OffloadPool
 from swell.cluster.text.schema.decode import read
@@ -60,13 +61,14 @@ class BodyReader:
                     size += len(part)
                     parts.append(part)
                     self._check_room(size)
-            request.state.body_bytes = size
+            context = context_of(request)
+            context.body_bytes = size
             body, stripped = await self._offload.run_sized(
                 size, lambda: read(b"".join(parts), kind, self._unknown)
             )
             self._on_ignored(stripped.ignored)
-            request.state.aliases = stripped.aliases
-            request.state.warning = warning_of(stripped.warnings)
+            context.aliases = stripped.aliases
+            context.warning = warning_of(stripped.warnings)
             return body
         finally:
             self._readers -= 1
@@ -140,12 +142,6 @@ async def read_short_body(request: Request, limit_bytes: int) -> bytes:
     return b"".join([part async for part in parts])
 
 
-def body_bytes(request: Request) -> int:
-    """Returns the size of the body that was read, in bytes, as a measure of the work that it
-    causes."""
-    return int(getattr(request.state, "body_bytes", 0))
-
-
 def warning_of(paths: list[str], what: str = "unknown fields") -> str | None:
     """Returns the text of the header that names the ignored parts. It is visible ASCII and fits
     into a header."""
@@ -156,11 +152,10 @@ def warning_of(paths: list[str], what: str = "unknown fields") -> str | None:
     return f"{what} were ignored: {named}{more}"
 
 
-def warn_of_keywords(request: Request, paths: Iterable[str]) -> None:
+def warn_of_keywords(context: RequestContext, paths: Iterable[str]) -> None:
     """Adds the ignored schema keywords to the warning header of the answer."""
-    added = warning_of(list(paths), "schema keywords")
-    both = (getattr(request.state, "warning", None), added)
-    request.state.warning = "; ".join(filter(None, both)) or None
+    both = (context.warning, warning_of(list(paths), "schema keywords"))
+    context.warning = "; ".join(filter(None, both)) or None
 
 
 def _shortened(path: str) -> str:

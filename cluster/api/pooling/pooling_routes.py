@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from swell.cluster.api.answers.disconnect import with_deadline
-from swell.cluster.api.bodies.body_reader import body_bytes
 from swell.cluster.api.pooling import convert
 from swell.cluster.api.pooling.protocol import (
     ClassifyRequest,
@@ -25,9 +24,9 @@ from swell.cluster.api.pooling.serving import (
     RerankWriter,
     ScoreWriter,
 )
-from swell.cluster.api.routing import request_id, route
+from swell.cluster.api.request_context import RequestContext, context_of
+from swell.cluster.api.routing import route
 from swell.cluster.api.services import Services
-from swell.cluster.api.tracing.exporter import trace_headers
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, PoolingRequest
 
@@ -62,49 +61,50 @@ class PoolingRoutes:
         ]
 
     async def _embeddings(self, request: Request) -> Any:
-        body = await self._read(request, EmbeddingRequest)
-        params = await self._process(request, partial(convert.embedding_request, body))
-        writer = EmbeddingWriter(f"embd-{request_id(request)}", self._model, body)
-        return await self._serving.pool(request, params, writer)
+        body, context = await self._read(request, EmbeddingRequest), context_of(request)
+        params = await self._process(context, partial(convert.embedding_request, body))
+        writer = EmbeddingWriter(f"embd-{context.id}", self._model, body)
+        return await self._serving.pool(context, params, writer)
 
     async def _classify(self, request: Request) -> Any:
-        body = await self._read(request, ClassifyRequest)
-        params = await self._process(request, partial(convert.classify_request, body))
-        id, labels = f"classify-{request_id(request)}", self._pooling.spec.labels
+        body, context = await self._read(request, ClassifyRequest), context_of(request)
+        params = await self._process(context, partial(convert.classify_request, body))
+        id, labels = f"classify-{context.id}", self._pooling.spec.labels
         writer = ClassificationWriter(id, self._model, body, labels)
-        return await self._serving.pool(request, params, writer)
+        return await self._serving.pool(context, params, writer)
 
     async def _score(self, request: Request) -> Any:
-        body = await self._read(request, ScoreRequest)
+        body, context = await self._read(request, ScoreRequest), context_of(request)
         pairs, embeds = convert.score_pairs(body), self._pooling.spec.embeds
         work = partial(convert.score_request, body, pairs, embeds=embeds)
-        params = await self._process(request, work)
-        id = f"score-{request_id(request)}"
+        params = await self._process(context, work)
+        id = f"score-{context.id}"
         writer = ScoreWriter(id, self._model, body, pairs, embeds=embeds)
-        return await self._serving.pool(request, params, writer)
+        return await self._serving.pool(context, params, writer)
 
     async def _rerank(self, request: Request) -> Any:
-        body = await self._read(request, RerankRequest)
+        body, context = await self._read(request, RerankRequest), context_of(request)
         pairs, embeds = convert.rerank_pairs(body), self._pooling.spec.embeds
         work = partial(convert.score_request, body, pairs, embeds=embeds)
-        params = await self._process(request, work)
-        id = f"rerank-{request_id(request)}"
+        params = await self._process(context, work)
+        id = f"rerank-{context.id}"
         writer = RerankWriter(id, self._model, body, pairs, embeds=embeds)
-        return await self._serving.pool(request, params, writer)
+        return await self._serving.pool(context, params, writer)
 
     async def _process(
-        self, request: Request, make: Callable[[], PoolingRequest]
+        self, context: RequestContext, make: Callable[[], PoolingRequest]
     ) -> ProcessedRequest:
         """Returns the engine requests of a request. A long body is tokenized in a thread."""
-        owner = self._access.check_user(request)
-        id, headers = request_id(request), trace_headers(request) or None
 
         def process() -> ProcessedRequest:
             made = make()
-            salt = self._access.prefix_salt(owner, made.cache_salt)
+            salt = self._access.prefix_salt(context.owner, made.cache_salt)
             made = msgspec.structs.replace(
-                made, external_req_id=id, trace_headers=headers, cache_salt=salt
+                made,
+                external_req_id=context.id,
+                trace_headers=context.trace_headers or None,
+                cache_salt=salt,
             )
             return self._pooling.process(made)
 
-        return await with_deadline(request, self._offload.run_sized(body_bytes(request), process))
+        return await with_deadline(context, self._offload.run_sized(context.body_bytes, process))

@@ -7,20 +7,19 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
 
 import msgspec
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.request_context import REQUEST_ID, RequestContext, detached_context
 from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody
 from swell.cluster.api.responses.store_client import ResponseStoreClient, response_id_of
-from swell.cluster.api.routing import REQUEST_ID, request_id
 from swell.cluster.api.store.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
@@ -33,14 +32,14 @@ from swell.cluster.api.store.response_store import (
     StoredResponse,
     StoreKey,
 )
-from swell.cluster.api.store.store_calls import StoreUnavailable
-from swell.cluster.api.tracing.exporter import trace_headers
+from swell.cluster.api.store.store_calls import StoreUnavailable, owner_of
 from swell.cluster.text.schema.decode import decode
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
 
 Work = Coroutine[None, None, None]
 
+ROUTE = "/v1/responses"
 _MAX_TAKEOVERS = 8
 """The most responses that an ingress takes over with one heartbeat."""
 
@@ -188,10 +187,10 @@ class LiveEvents:
         self._waiting = None
 
 
-def make_job(request: Request, body: ResponsesRequest, adapter: Adapter | None) -> Job:
+def make_job(context: RequestContext, body: ResponsesRequest, adapter: Adapter | None) -> Job:
     """Returns a small job: unset fields are left out, and so is the input, which is kept as items.
     `stream` is removed, because an ingress that takes over cannot stream to the client."""
-    headers = {**trace_headers(request), REQUEST_ID: request_id(request)}
+    headers = {**context.trace_headers, REQUEST_ID: context.id}
     return Job(
         msgspec.json.encode(
             msgspec.structs.replace(body, input=[], stream=None, stream_options=None)
@@ -212,10 +211,6 @@ def items_of(kept: StoredResponse) -> list[Item]:
     return msgspec.json.decode(kept.items, type=list[Item])
 
 
-def detached_request(job: Job) -> Request:
-    """Returns the same request with a client that never disconnects."""
-    return Request({"type": "http", "headers": job.headers}, receive=_never_receive)
-
-
-async def _never_receive() -> Any:
-    await asyncio.get_running_loop().create_future()
+def job_context(begun: Begin) -> RequestContext:
+    """Returns the context of a response that another ingress had begun."""
+    return detached_context(Headers(raw=begun.job.headers), ROUTE, owner_of(begun.id))

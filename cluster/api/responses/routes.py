@@ -17,16 +17,18 @@ from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identi
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.response_writer import ENGINES, VERSION
-from swell.cluster.api.bodies.body_reader import body_bytes, warn_of_keywords
+from swell.cluster.api.bodies.body_reader import warn_of_keywords
 from swell.cluster.api.bodies.http_errors import HTTPError, error_info
 from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.responses.background import (
+    ROUTE,
     BackgroundRunner,
     LiveEvents,
-    detached_request,
     items_of,
+    job_context,
     make_job,
     restore_job,
 )
@@ -53,7 +55,7 @@ from swell.cluster.api.store.response_store import (
     StoredStatus,
     StoreKey,
 )
-from swell.cluster.api.store.store_calls import owner_of, store_key
+from swell.cluster.api.store.store_calls import store_key
 from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.configs.runtime.secret import HoldsSecrets, SecretText
@@ -93,7 +95,7 @@ class ResponseRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            route("/v1/responses", self._create, "POST"),
+            route(ROUTE, self._create, "POST"),
             route("/v1/responses/{id}", self._retrieve, "GET"),
             route("/v1/responses/{id}", self._delete, "DELETE"),
             route("/v1/responses/{id}/cancel", self._cancel, "POST"),
@@ -111,32 +113,31 @@ class ResponseRoutes:
 
     async def _create(self, request: Request) -> Any:
         body = await self._services.read_for_answer(request, ResponsesRequest)
-        owner = self._services.access.check_user(request)
-        begin = partial(self._answer, owner, body)
-        return await self._services.resumable.answer(request, owner, body, begin)
+        begin = partial(self._answer, body)
+        return await self._services.resumable.answer(request, body, begin)
 
     async def _answer(
-        self, owner: str, body: ResponsesRequest, request: Request, identity: AnswerIdentity
+        self, body: ResponsesRequest, context: RequestContext, identity: AnswerIdentity
     ) -> Any:
         model = self._services.model_name(body.model)
         response = begin_response(body, model, store=self._should_store(body))
         if identity.is_repeatable:
             response.id, response.created_at = f"resp_{identity.id}", identity.created
-        found = await self._previous_response(owner, body.previous_response_id)
+        found = await self._previous_response(context.owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same tokens
             body.seed = secrets.randbits(SEED_BITS)
-        size = body_bytes(request) + (0 if found is None else found.kept.size_bytes)
+        size = context.body_bytes + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._services.offloads.bodies.run_sized(
             size, _conversation, body, found
         )
-        params = await with_deadline(request, self._process_chat(request, chat, size, identity))
-        warn_of_keywords(request, map(name_of, params.ignored_keywords))
+        params = await with_deadline(context, self._process_chat(context, chat, size, identity))
+        warn_of_keywords(context, map(name_of, params.ignored_keywords))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
-        answer = _Answer(store_key(owner, response.id), items, body, response)
+        answer = _Answer(store_key(context.owner, response.id), items, body, response)
         writer = self._writer(answer, params, identity)
         if body.background:
-            return await self._begin(request, answer, params, writer, identity)
-        reply = await self._services.serving.answer(request, params, writer, identity)
+            return await self._begin(context, answer, params, writer, identity)
+        reply = await self._services.serving.answer(context, params, writer, identity)
         if params.stream:
             return reply
         await writer.finalize()
@@ -162,14 +163,14 @@ class ResponseRoutes:
 
     async def _process_chat(
         self,
-        request: Request,
+        context: RequestContext,
         chat: ChatCompletionRequest,
         size_bytes: int,
         identity: AnswerIdentity,
     ) -> ProcessedRequest:
         convert = partial(to_generation_request, chat, self._services.sampling_defaults)
         try:
-            return await self._services.process(request, convert, size_bytes, identity, chat.model)
+            return await self._services.process(context, convert, size_bytes, identity, chat.model)
         except BadRequest as error:
             raise error.renamed(name_of) from None
 
@@ -227,7 +228,7 @@ class ResponseRoutes:
 
     async def _begin(
         self,
-        request: Request,
+        context: RequestContext,
         answer: _Answer,
         params: ProcessedRequest,
         writer: ResponsesWriter,
@@ -236,10 +237,10 @@ class ResponseRoutes:
         """Begins a background response. The reply says `queued`, or is a stream. Later requests see
         `in_progress`, also while the response waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
-        job = make_job(request, answer.body, params.requests[0].adapter)
-        again = detached_request(job)
-        again.state.deadline = getattr(request.state, "deadline", None)
-        handle = partial(self._services.serving.answer, again, params, identity=identity)
+        job = make_job(context, answer.body, params.requests[0].adapter)
+        handle = partial(
+            self._services.serving.answer, context.detached(), params, identity=identity
+        )
         if not params.stream:
             work = partial(self._run, handle, writer)
             await self._background.begin(answer.key, answer.stored, job, work)
@@ -256,16 +257,14 @@ class ResponseRoutes:
         restored = await self._services.offloads.bodies.run_sized(size, restore_job, begun)
         body, response, chat = restored
         answer = _Answer(begun.id, begun.kept.items, body, response)
-        again = detached_request(begun.job)
-        identity = msgspec.structs.replace(
-            new_identity(again, owner_of(begun.id)), adapter=begun.job.adapter
-        )
+        context = job_context(begun)
+        identity = msgspec.structs.replace(new_identity(context), adapter=begun.job.adapter)
         try:
-            params = await self._process_chat(again, chat, size, identity)
+            params = await self._process_chat(context, chat, size, identity)
         except BadRequest as error:  # this ingress has other limits
             response.fail(f"another ingress could not take over the response: {error}")
             return await self._finalize(answer)
-        handle = partial(self._services.serving.handle_admitted, again, params, identity=identity)
+        handle = partial(self._services.serving.handle_admitted, context, params, identity=identity)
         await self._run(handle, self._writer(answer, params, identity))
 
     async def _run(
@@ -339,12 +338,12 @@ class ResponseRoutes:
         self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
     ) -> StoredLookup:
         """Sends a request for the response with the id of the route, and returns the reply."""
-        key = store_key(self._services.access.check_user(request), request.path_params["id"])
+        key = store_key(self._services.authorize(request).owner, request.path_params["id"])
         return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:
         """Returns the checked query of an authorized request."""
-        self._services.access.check_user(request)
+        self._services.authorize(request)
         return checked_query(request, *known)
 
 

@@ -27,9 +27,8 @@ from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identi
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.response_writer import ENGINES, VERSION
-from swell.cluster.api.bodies.body_reader import body_bytes
 from swell.cluster.api.bodies.http_errors import HTTPError
-from swell.cluster.api.keep_alive import detach_keep_alive
+from swell.cluster.api.request_context import RequestContext, context_of
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId
 from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
@@ -40,15 +39,14 @@ from swell.cluster.api.resumable.resumable_request import (
     read_headers,
     seed_of,
 )
-from swell.cluster.api.routing import json_response, route_path
-from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S
+from swell.cluster.api.routing import json_response
 from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.prompt.offload import OffloadPool
 from swell.configs.lora import Adapter
 from swell.configs.resumable import ResumableLimits
 
-BeginAnswer = Callable[[Request, AnswerIdentity], Awaitable[Any]]
+BeginAnswer = Callable[[RequestContext, AnswerIdentity], Awaitable[Any]]
 """Starts an answer and returns its response."""
 
 KEPT = (ENGINES, VERSION)
@@ -93,14 +91,15 @@ class ResumableAnswers:
         key = request.headers.get(IDEMPOTENCY_KEY)
         return key is not None and self._table.find(owner, key, _now_s()) is not None
 
-    async def answer(self, request: Request, owner: str, body: Any, begin: BeginAnswer) -> Any:
-        """Returns the response to a request of the caller `owner`, whose body was checked."""
-        sent = read_headers(request)
+    async def answer(self, request: Request, body: Any, begin: BeginAnswer) -> Any:
+        """Returns the response to an authorized request, whose body was checked."""
+        context, sent = context_of(request), read_headers(request)
         if sent is None:
-            return await begin(request, new_identity(request, owner))
+            return await begin(context, new_identity(context))
+        owner = context.owner
         self._check_possible(body, sent.last_event)
         name = await self._offload.run_sized(
-            body_bytes(request), answer_name, owner, route_path(request.scope), sent.key, body
+            context.body_bytes, answer_name, owner, context.path, sent.key, body
         )
         found = self._table.find(owner, sent.key, _now_s())
         check_same_answer(sent, name, None if found is None else found.name)
@@ -108,10 +107,10 @@ class ResumableAnswers:
         with ExitStack() as reading:
             if found is not None:
                 self._join(found, reading)
-                await with_deadline(request, found.begun())
+                await with_deadline(context, found.begun())
                 if found.continues(last):
                     self._count("joined")
-                    return await self._read(request, found, body, last, reading, {REPLAYED: "true"})
+                    return await self._read(context, found, body, last, reading, {REPLAYED: "true"})
                 reading.close()
             if body.seed is None:
                 body.seed = seed_of(name)
@@ -120,11 +119,11 @@ class ResumableAnswers:
             if last is not None:
                 self._check_origin(last, digest)
             generation = Generation(owner, sent.key, name, digest)
-            new = self._begin(request, generation, _identity(name, owner, adapter, last), begin)
+            new = self._begin(context, generation, _identity(name, adapter, last), begin)
             self._count("begun" if last is None else "recomputed")
             self._join(new, reading)
-            await with_deadline(request, new.begun())
-            return await self._read(request, new, body, last, reading)
+            await with_deadline(context, new.begun())
+            return await self._read(context, new, body, last, reading)
 
     def _check_possible(self, body: Any, last: EventId | None) -> None:
         if not self._limits.resumable_answers:
@@ -143,7 +142,7 @@ class ResumableAnswers:
 
     async def _read(
         self,
-        request: Request,
+        context: RequestContext,
         generation: Generation,
         body: Any,
         last: EventId | None,
@@ -153,9 +152,9 @@ class ResumableAnswers:
         """Returns the response, made of the kept part of an answer and the part still to come."""
         headers = {**generation.headers, **headers}
         if not body.stream:
-            return json_response(await with_deadline(request, generation.whole()), headers=headers)
+            return json_response(await with_deadline(context, generation.whole()), headers=headers)
         number = 0 if last is None else last.number
-        await with_deadline(request, generation.reached(number))
+        await with_deadline(context, generation.reached(number))
         if generation.count < number:
             problem = f"is above the number of events in the answer, {generation.count}"
             raise bad_value(LAST_EVENT_ID, number, problem, "invalid_event_id")
@@ -212,7 +211,7 @@ class ResumableAnswers:
 
     def _begin(
         self,
-        request: Request,
+        context: RequestContext,
         generation: Generation,
         identity: AnswerIdentity,
         begin: BeginAnswer,
@@ -222,7 +221,7 @@ class ResumableAnswers:
         self._table.add(generation, _now_s())
         if before is not None and not before.readers and before in self._tasks:
             self._tasks[before].cancel()
-        work = self._compute(generation, identity.created, begin(_detached(request), identity))
+        work = self._compute(generation, identity.created, begin(context.detached(), identity))
         self._tasks[generation] = asyncio.create_task(work)
         return generation
 
@@ -269,15 +268,12 @@ class ResumableAnswers:
             self._table.remove(generation)
 
 
-def _identity(
-    name: str, owner: str, adapter: Adapter | None, last: EventId | None
-) -> AnswerIdentity:
+def _identity(name: str, adapter: Adapter | None, last: EventId | None) -> AnswerIdentity:
     """Returns the identity of an answer. `last` is an event of the same answer that another ingress
     began."""
     return AnswerIdentity(
         id=name,
         created=int(time.time()) if last is None else last.origin.created,
-        owner=owner,
         random=Random(name),
         is_repeatable=True,
         adapter=adapter,
@@ -287,16 +283,3 @@ def _identity(
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
-
-
-def _detached(request: Request) -> Request:
-    """Returns the same request with a client that never disconnects."""
-    kept = ("type", "headers", "path", "root_path", ARRIVAL_TIME_S)
-    scope = {name: request.scope[name] for name in kept if name in request.scope}
-    state = dict(request.scope["state"])
-    detach_keep_alive(state)
-    return Request({**scope, "state": state}, receive=_never)
-
-
-async def _never() -> Any:
-    await asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ import msgspec
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.routing import route_path
+from swell.cluster.api.request_context import route_path
 from swell.configs.schema import ServeConfig
 
 _ALL = "*"

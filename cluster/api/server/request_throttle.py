@@ -14,13 +14,11 @@ from collections import deque
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from swell.cluster.api.routing import route_path
+from swell.cluster.api.request_context import route_path
 
 PER_TURN = 2
 """Requests started per turn: some milliseconds of work if each submits a prompt of a few thousand
 tokens."""
-ARRIVAL_TIME_S = "swell.arrived_s"
-"""Key of the ASGI scope: when the request arrived, on the clock of the event loop."""
 UNTHROTTLED_PATHS = ("/health", "/ping", "/ready", "/metrics", "/load", "/admin/")
 
 
@@ -34,8 +32,6 @@ class RequestThrottle:
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            scope[ARRIVAL_TIME_S] = asyncio.get_running_loop().time()
         if scope["type"] == "http" and not route_path(scope).startswith(UNTHROTTLED_PATHS):
             await self._acquire()
         await self._app(scope, receive, send)

@@ -15,10 +15,11 @@ from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.response_writer import ENGINES
-from swell.cluster.api.bodies.body_reader import body_bytes, read_short_body, warn_of_keywords
+from swell.cluster.api.bodies.body_reader import read_short_body, warn_of_keywords
 from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.api.sessions.session_bodies import (
@@ -29,7 +30,6 @@ from swell.cluster.api.sessions.session_bodies import (
 from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
 from swell.cluster.api.sessions.session_writer import SessionChunkWriter
 from swell.cluster.api.store.session_store import Session
-from swell.cluster.client.requests.deadline import Deadline
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest, SessionPrefix
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
@@ -64,7 +64,7 @@ class SessionRoutes:
     # ---------------------------------------------------------------- a chunk
 
     async def answer(
-        self, body: CompletionRequest, request: Request, identity: AnswerIdentity
+        self, body: CompletionRequest, context: RequestContext, identity: AnswerIdentity
     ) -> Any:
         """Returns the answer to a chunk: the answer to one prompt that consists of all earlier
         tokens and the chunk."""
@@ -76,20 +76,18 @@ class SessionRoutes:
                 "session_chunk",
                 "missing_field",
             )
-        owner = services.access.check_user(request)
         while True:
-            found = self._client.find(owner, id, body.session_chunk)
-            chunk = await with_deadline(request, found)
-            deadline: Deadline | None = getattr(request.state, "deadline", None)
-            if deadline is not None:
-                chunk.until_s = deadline.at_s
-            params = await self._process(body, request, identity, chunk)
+            found = self._client.find(context.owner, id, body.session_chunk)
+            chunk = await with_deadline(context, found)
+            if context.deadline is not None:
+                chunk.until_s = context.deadline.at_s
+            params = await self._process(body, context, identity, chunk)
             services.llm.check_admission()
             try:
                 # Do not begin a chunk that an earlier attempt of this request may have committed.
                 may_be_there = identity.is_repeatable and not chunk.is_last
-                if may_be_there or await with_deadline(request, self._client.begin(chunk)):
-                    return await self._answer(body, request, identity, chunk, params)
+                if may_be_there or await with_deadline(context, self._client.begin(chunk)):
+                    return await self._answer(body, context, identity, chunk, params)
             except BaseException:
                 self._client.close_chunk(chunk)
                 raise
@@ -97,21 +95,21 @@ class SessionRoutes:
     async def _process(
         self,
         body: CompletionRequest,
-        request: Request,
+        context: RequestContext,
         identity: AnswerIdentity,
         chunk: OpenChunk,
     ) -> ProcessedRequest:
-        size = body_bytes(request) + chunk.session.size_bytes
+        size = context.body_bytes + chunk.session.size_bytes
         convert = partial(self._convert, body, chunk)
-        processing = self._services.process(request, convert, size, identity, body.model)
-        params = await with_deadline(request, _of_session(processing, chunk))
-        warn_of_keywords(request, params.ignored_keywords)
+        processing = self._services.process(context, convert, size, identity, body.model)
+        params = await with_deadline(context, _of_session(processing, chunk))
+        warn_of_keywords(context, params.ignored_keywords)
         return params
 
     async def _answer(
         self,
         body: CompletionRequest,
-        request: Request,
+        context: RequestContext,
         identity: AnswerIdentity,
         chunk: OpenChunk,
         params: ProcessedRequest,
@@ -128,11 +126,11 @@ class SessionRoutes:
 
         cmpl, model = f"cmpl-{identity.id}", self._services.model_name(body.model)
         writer = SessionChunkWriter(cmpl, model, body, identity.created, commit)
-        reply = await self._services.serving.answer(request, params, writer, identity)
+        reply = await self._services.serving.answer(context, params, writer, identity)
         if isinstance(reply, EventStreamResponse):
             reply.add_end(partial(self._client.close_chunk, chunk))
             return reply
-        await with_deadline(request, commit(writer.answer_ids, reply.headers[ENGINES]))
+        await with_deadline(context, commit(writer.answer_ids, reply.headers[ENGINES]))
         self._client.close_chunk(chunk)
         return reply
 
@@ -149,7 +147,7 @@ class SessionRoutes:
     # ---------------------------------------------------------------- a session
 
     async def _create(self, request: Request) -> Response:
-        owner = self._services.access.check_user(request)
+        owner = self._services.authorize(request).owner
         checked_query(request)
         decode(await read_short_body(request, _MAX_BODY_BYTES), CreateSessionRequest)
         return json_response(self._body(*await self._client.create(owner)))
@@ -164,7 +162,7 @@ class SessionRoutes:
         return json_response(SessionDeleted(id=id))
 
     def _owner(self, request: Request) -> SecretText:
-        owner = self._services.access.check_user(request)
+        owner = self._services.authorize(request).owner
         checked_query(request)
         return owner
 

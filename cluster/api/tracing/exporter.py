@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
-from starlette.requests import Request
-
 from swell.cluster.client.requests.request_history import RequestRecord
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 
 SENT, DROPPED = "sent", "dropped"
 Count = Callable[[str, int], None]
 INSTALL = "pip install 'swell[tracing]'"
-_TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 class TraceExporter:
@@ -46,8 +43,3 @@ def is_installed() -> bool:
         return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ModuleNotFoundError:  # of a parent package
         return False
-
-
-def trace_headers(request: Request) -> dict[str, str]:
-    """Returns the headers that name the caller's span (W3C Trace Context)."""
-    return {name: request.headers[name] for name in _TRACE_HEADERS if name in request.headers}

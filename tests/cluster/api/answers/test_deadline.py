@@ -7,9 +7,9 @@ import gc
 from typing import Any
 
 import pytest
-from starlette.requests import Request
 
 from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.request_context import RequestContext
 from swell.cluster.client.requests.deadline import Deadline, RequestTimedOut
 
 
@@ -26,10 +26,16 @@ def test_work_that_fails_as_the_time_ends_logs_nothing() -> None:
     async def scenario() -> list[dict[str, Any]]:
         loop, logged = asyncio.get_running_loop(), []
         loop.set_exception_handler(lambda _loop, context: logged.append(context))
-        request = Request({"type": "http"}, _receive)
-        request.state.deadline = Deadline(1e-9, loop.time() - 1.0)
+        context = RequestContext(
+            id="r",
+            path="/",
+            arrived_s=loop.time() - 1.0,
+            trace_headers={},
+            receive=_receive,
+            deadline=Deadline(1e-9, loop.time() - 1.0),
+        )
         with pytest.raises(RequestTimedOut):
-            await with_deadline(request, _fail())
+            await with_deadline(context, _fail())
         gc.collect()
         await asyncio.sleep(0)
         return logged

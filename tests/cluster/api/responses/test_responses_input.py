@@ -3,6 +3,7 @@ by name, and the conversation reaches the chat template turn by turn."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 from typing import Any
@@ -13,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseItemList, ResponseOutputItem
 from pydantic import TypeAdapter
-from starlette.requests import Request
+from starlette.datastructures import Headers
 
+from swell.cluster.api.request_context import detached_context
 from swell.cluster.api.responses import items as api
-from swell.cluster.api.responses.background import make_job
+from swell.cluster.api.responses.background import ROUTE, make_job
 from swell.cluster.api.responses.convert import chat_messages, chat_request, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response, item_list
+from swell.cluster.api.store.response_store import Job
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, NamedToolChoice, call_rules
 from swell.cluster.text.schema.decode import decode
@@ -338,10 +341,14 @@ def test_a_response_repeats_the_choice_among_tools(choice: Any) -> None:
 
 
 def test_a_background_job_has_the_request_without_its_input() -> None:
-    request = Request({"type": "http", "headers": [(b"x-request-id", b"r"), (b"cookie", b"c")]})
-    job = make_job(request, read(model=None, seed=3), None)
+    begun = {"x-request-id": "r", "cookie": "c"}
+    job = asyncio.run(_job_of(Headers(begun)))
     assert json.loads(job.body) == {"seed": 3, "input": []}
     assert job.headers == [(b"x-request-id", b"r")]
+
+
+async def _job_of(headers: Headers) -> Job:
+    return make_job(detached_context(headers, ROUTE, ""), read(model=None, seed=3), None)
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

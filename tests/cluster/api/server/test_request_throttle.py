@@ -7,9 +7,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
+from swell.cluster.api.request_context import RequestContextMiddleware, context_of
 from swell.cluster.api.server import request_throttle
-from swell.cluster.api.server.request_throttle import ARRIVAL_TIME_S, PER_TURN, RequestThrottle
+from swell.cluster.api.server.request_throttle import PER_TURN, RequestThrottle
 
 
 class Handlers:
@@ -28,10 +30,10 @@ class Handlers:
         if self.left:
             asyncio.get_running_loop().call_soon(self.tick)
 
-    async def run(self, *paths: str, later: tuple[str, ...] = (), to: Any = None) -> None:
+    async def run(self, *paths: str, later: tuple[str, ...] = (), app: Any = None) -> None:
         """Runs the requests. `later` holds requests that arrive after half of `paths` has started.
-        `to` replaces this object as the handler."""
-        app = RequestThrottle(to or self)
+        `app` replaces the throttle."""
+        app = app or RequestThrottle(self)
         self.left = len(paths)
         self.tick()
         tasks = [asyncio.ensure_future(self._call(app, path)) for path in paths]
@@ -42,7 +44,7 @@ class Handlers:
         self.left = 0
 
     async def _call(self, app: RequestThrottle, path: str) -> None:
-        await app({"type": "http", "path": path}, None, None)  # type: ignore[arg-type]
+        await app({"type": "http", "path": path, "headers": []}, None, None)  # type: ignore[arg-type]
 
     def order(self) -> list[str]:
         return [path for path, _ in self.begun]
@@ -109,13 +111,14 @@ def test_the_arrival_time_precedes_the_wait() -> None:
     begin = handlers.__call__
 
     async def handler(scope: Any, receive: Any, send: Any) -> None:
-        came.append(scope[ARRIVAL_TIME_S])
+        came.append(context_of(Request(scope)).arrived_s)
         await begin(scope, receive, send)
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
         loop.time = lambda: float(handlers.turn)  # type: ignore[method-assign]
-        await handlers.run(*ANSWERS[: 4 * PER_TURN], to=handler)
+        app = RequestContextMiddleware(RequestThrottle(handler), 15.0)
+        await handlers.run(*ANSWERS[: 4 * PER_TURN], app=app)
 
     asyncio.run(run())
     begun = [turn for _, turn in handlers.begun]
