@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -80,3 +81,29 @@ def test_paths_of_pages_exist() -> None:
     }
     assert len(named) > 20
     assert {(name, path) for name, path in named if not (ROOT / name).exists()} == set()
+
+
+STEP = re.compile(r"^\| [^|]+ \| `([\w/]+\.py)` \| `([\w.]+)` \|$", re.MULTILINE)
+REQUEST_PATH = ROOT / "docs" / "design" / "request-path.md"
+
+
+def defined_names(source: str) -> set[str]:
+    """The classes and functions of a module, and the methods of its classes."""
+    found: set[str] = set()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (ast.FunctionDef, ast.AsyncFunctionDef)
+            found |= {f"{node.name}.{one.name}" for one in node.body if isinstance(one, methods)}
+    return found
+
+
+@pytest.mark.parametrize(("file", "function"), STEP.findall(REQUEST_PATH.read_text()))
+def test_the_steps_of_a_request_are_in_their_files(file: str, function: str) -> None:
+    assert function in defined_names((ROOT / file).read_text())
+
+
+def test_each_step_of_a_request_is_read() -> None:
+    rows = [line for line in REQUEST_PATH.read_text().splitlines() if line.count(" | `") == 2]
+    assert len(STEP.findall(REQUEST_PATH.read_text())) == len(rows) > 30

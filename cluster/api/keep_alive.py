@@ -139,7 +139,7 @@ class KeepAlive:
         if starts:
             self._head_left = True
             if head.is_stream:
-                self._scope["state"][IS_EVENT_STREAM] = True
+                self._scope.setdefault("state", {})[IS_EVENT_STREAM] = True
         self._filling = self._loop.create_task(self._send_filler(head, starts=starts))
         if starts and self._on_head is not None:
             self._on_head()
