@@ -1,4 +1,4 @@
-"""What an ingress knows about one HTTP request, besides its head and its body."""
+"""The context of one HTTP request: facts besides its head and its body."""
 
 from __future__ import annotations
 
