@@ -400,7 +400,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     args = dict(args)
     source = args.pop("config", None)
     if not source:
-        raise ConfigError("say which configuration: serve run swell.cluster.app:build config=FILE")
+        raise ConfigError("config is missing; run: serve run swell.cluster.app:build config=FILE")
     config = load(source, dict(parse_override(f"{key}={value}") for key, value in args.items()))
     node = ray.util.get_node_ip_address()
     if config.serve.port == _SERVE_PROXY_PORT:

@@ -151,7 +151,7 @@ class PortClaims:
                     if time.monotonic() > end_s:
                         raise ConfigError(
                             f"another process has held {self._folder / 'gate'} for {_GATE_S:g} s; "
-                            "end it"
+                            "stop it"
                         ) from None
                     time.sleep(_POLL_S)
             yield

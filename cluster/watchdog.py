@@ -83,7 +83,7 @@ class Watchdog:
     def _replace(self) -> None:
         assert self._process is not None
         os.close(self._pipe)
-        self._log.warning("the watchdog has ended: replaced", status=self._process.wait())
+        self._log.warning("the watchdog terminated: replaced", status=self._process.wait())
         self._start_process()
 
     def _start_process(self) -> None:

@@ -34,18 +34,34 @@ COUNT_BOUNDS = tuple(float(step * 10**power) for power in range(6) for step in (
 RESUMABLE_RESULTS = ("begun", "joined", "recomputed", "aborted")
 
 _OF_REQUEST = {
-    "e2e_s": ("e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BOUNDS_S),
-    "queue_s": ("request_queue_time_seconds", "Arrival to first schedule.", REQUEST_BOUNDS_S),
-    "prefill_s": (
-        "request_prefill_time_seconds",
-        "First schedule to first token.",
+    "e2e_s": (
+        "e2e_request_latency_seconds",
+        "Seconds from the arrival of a request to its last token.",
         REQUEST_BOUNDS_S,
     ),
-    "decode_s": ("request_decode_time_seconds", "First token to last token.", REQUEST_BOUNDS_S),
-    "num_prompt_tokens": ("request_prompt_tokens", "Prompt tokens of a request.", COUNT_BOUNDS),
+    "queue_s": (
+        "request_queue_time_seconds",
+        "Seconds from the arrival of a request until it is first scheduled.",
+        REQUEST_BOUNDS_S,
+    ),
+    "prefill_s": (
+        "request_prefill_time_seconds",
+        "Seconds from the first scheduling of a request to its first token.",
+        REQUEST_BOUNDS_S,
+    ),
+    "decode_s": (
+        "request_decode_time_seconds",
+        "Seconds from the first to the last token of a request.",
+        REQUEST_BOUNDS_S,
+    ),
+    "num_prompt_tokens": (
+        "request_prompt_tokens",
+        "Number of prompt tokens of a request.",
+        COUNT_BOUNDS,
+    ),
     "num_output_tokens": (
         "request_generation_tokens",
-        "Generated tokens of a request.",
+        "Number of generated tokens of a request.",
         COUNT_BOUNDS,
     ),
 }
@@ -109,44 +125,49 @@ class PrometheusStats(StatsSink, Collector):
 
     def __init__(self) -> None:
         self._first_token = Histogram(
-            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_BOUNDS_S
+            "time_to_first_token_seconds",
+            "Seconds from the arrival of a request to its first token.",
+            FIRST_TOKEN_BOUNDS_S,
         )
         self._inter_token = Histogram(
-            "inter_token_latency_seconds", "Between two tokens of an answer.", TOKEN_BOUNDS_S
+            "inter_token_latency_seconds",
+            "Seconds between two tokens of an answer.",
+            TOKEN_BOUNDS_S,
         )
         self._of_request = {field: Histogram(*row) for field, row in _OF_REQUEST.items()}
-        self._prompt_tokens = Counter("prompt_tokens", "Prompt tokens processed.")
-        self._generation_tokens = Counter("generation_tokens", "Tokens generated.")
+        self._prompt_tokens = Counter("prompt_tokens", "Number of prompt tokens.")
+        self._generation_tokens = Counter("generation_tokens", "Number of generated tokens.")
         self._success = Counter(
             "request_success",
-            "Requests that ended, by reason.",
+            "Requests that finished, by reason.",
             "finished_reason",
             [str(reason) for reason in FinishReason],
         )
         self._resubmitted = Counter(
-            "resubmitted_requests", "Requests that moved to another engine."
+            "resubmitted_requests", "Times that a request was moved to another engine."
         )
         self._refused = Counter(
             "refused_requests",
-            "Requests that were not taken in: too many wait.",
+            "Requests that were refused because too many already waited.",
             "reason",
             ["too_many_waiting_requests", "too_many_waiting_tokens"],
         )
         self._ignored = Counter(
             "ignored_fields",
-            "Unknown fields in messages, calls and tools of requests, which were ignored.",
+            "Unknown fields in messages, calls and tools of requests that were ignored.",
             "field",
             IGNORED_FIELDS,
         )
         self._traces = Counter(
             "traces",
-            "Requests whose spans the collector took, or that were dropped.",
+            "Requests whose spans were sent to the collector, or were dropped.",
             "result",
             ["sent", "dropped"],
         )
         self._resumable = Counter(
             "resumable_requests",
-            "Requests with an Idempotency-Key, and answers that no client came back for.",
+            "Requests with an Idempotency-Key, and answers that were aborted because no client "
+            "came back.",
             "result",
             RESUMABLE_RESULTS,
         )

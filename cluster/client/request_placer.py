@@ -126,7 +126,9 @@ class RequestPlacer:
             self._enqueue(state, str(error))
             return
         member = self._roster.find(route.rank)
-        assert member is not None, f"the router chose engine {route.rank}, which is not here"
+        assert member is not None, (
+            f"the router chose engine {route.rank}, which is not in the roster"
+        )
         engine, now_s = EngineId.of(member), self._clock()
         state.assign(engine, member.version, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)

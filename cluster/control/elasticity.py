@@ -77,7 +77,7 @@ class Elasticity:
                 before, self._draining = self._draining, await self._placement.draining_nodes()
                 self._move_engines({**before, **self._draining})
             except Exception as error:  # the GCS is unavailable: retried at the next poll
-                self._log.warning("hosts not known", error=f"{type(error).__name__}: {error}")
+                self._log.warning("hosts are not known", error=f"{type(error).__name__}: {error}")
             await asyncio.sleep(2 * self._config.cluster.heartbeat_s)
 
     def _move_engines(self, draining: Mapping[str, float]) -> None:
@@ -93,7 +93,7 @@ class Elasticity:
         for rank, timeout_s in moves.leave.items():
             fleet.leave(rank, timeout_s, is_drain=True)
         for rank in moves.stay:
-            self._log.warning("host stays: engine stays", rank=rank)
+            self._log.warning("host is no longer being removed: engine stays", rank=rank)
             fleet.stay(rank)
         if moves != Moves():
             fleet.on_change()

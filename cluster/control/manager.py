@@ -282,7 +282,7 @@ class ClusterManager:
         if trouble is not None and trouble.exhausted and not self._state.has_served:
             return trouble.reason, True
         texts = [*await self._fleet.starting_texts(), self.error]
-        return "; ".join(filter(None, texts)) or "the first engine", False
+        return "; ".join(filter(None, texts)) or "waiting for the first engine", False
 
     # ---------------------------------------------------------------- reconciliation
 
@@ -374,7 +374,7 @@ class ClusterManager:
                 epoch, self._view = now.view.roster.epoch, now.view
                 await self._on_membership(now)
             except Exception as error:
-                self._log.error("cannot follow", error=f"{type(error).__name__}: {error}")
+                self._log.error("cannot read the roster", error=f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_PAUSE_S)
                 await self._reopen_coordinator()
 

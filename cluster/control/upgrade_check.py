@@ -103,7 +103,8 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
             else:
                 raise UpgradeRefused(
                     f"{name}={new!r} differs from {old!r}, which the ingresses of this cluster "
-                    "use: all versions have the same; deploy a second cluster for another one"
+                    "use, so all versions must have the same value; deploy a second cluster for "
+                    "another one"
                 )
     merged = _load(before)
     try:
@@ -111,7 +112,7 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
         check(merged)
         _compare_text(running.model, merged.model)
     except (ConfigError, OSError, ValueError) as error:
-        raise UpgradeRefused(f"{error}; the manager's host reads it") from None
+        raise UpgradeRefused(f"{error} (on the manager's host)") from None
     return merged, kept
 
 
@@ -200,8 +201,8 @@ def _compare_text(old: ModelConfig, new: ModelConfig) -> None:
     before, after = text_files(old), text_files(new)
     if missing := sorted({*before} - {*after}):
         raise UpgradeRefused(
-            f"{new.path} lacks {', '.join(missing)}, which the cluster's model has; copy it there: "
-            "the ingresses of this cluster read and write text by it"
+            f"{new.path} lacks {', '.join(missing)}, which the cluster's model has; copy them "
+            "there, because the ingresses of this cluster use them to read and write text"
         )
     differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if differ:

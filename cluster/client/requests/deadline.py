@@ -26,7 +26,7 @@ class RequestTimedOut(RuntimeError):
     def __init__(self, timeout_s: float) -> None:
         super().__init__(
             f"the answer was not complete after {HEADER}={timeout_s:g} seconds; the request was "
-            "ended"
+            "aborted"
         )
 
 

@@ -109,7 +109,9 @@ class OrphanCollector:
             raise
         except Exception as error:  # retried after any error
             self._failures += 1
-            self.suspect(first_line(error) if str(error) else f"not gone within {_TIMEOUT_S:g} s")
+            self.suspect(
+                first_line(error) if str(error) else f"not terminated within {_TIMEOUT_S:g} s"
+            )
             self._log.warning("orphans are left", names=self._left, reason=self._reason)
         else:
             self._failures = 0
@@ -128,7 +130,7 @@ class OrphanCollector:
         for name in self._left:
             if name not in ended:
                 self._log.warning(
-                    "orphan ended", name=name, actor=name in actors, group=name in groups
+                    "orphan terminated", name=name, actor=name in actors, group=name in groups
                 )
                 await end(self._ray, name, self._namespace, groups.get(name))
                 ended.add(name)

@@ -337,7 +337,9 @@ class Placement:
                 killed = self._ray.kill_process(handle.ready.pid, handle.ready.node)
                 await asyncio.wait_for(killed, _KILL_S)
         except (ActorError, TimeoutError) as error:
-            self._log.warning("process not ended yet", rank=handle.rank, error=first_line(error))
+            self._log.warning(
+                "process not terminated yet", rank=handle.rank, error=first_line(error)
+            )
         finally:
             await self._destroy(handle)
 
@@ -358,10 +360,12 @@ class Placement:
                 await self._ray.remove_group(handle.group)
             handle.in_doubt = was_in_doubt
         except GcsUnavailable as error:
-            self._log.warning("not ended yet", rank=handle.rank, error=first_line(error))
+            self._log.warning(
+                "engine not terminated yet", rank=handle.rank, error=first_line(error)
+            )
         finally:
             if handle.in_doubt:
-                self.orphans.suspect(f"engine {handle.rank} may be left: Ray has not answered")
+                self.orphans.suspect(f"engine {handle.rank} may still exist: Ray has not answered")
 
     def _tag(self, version: Version) -> str:
         contact = self._coordinator.contact

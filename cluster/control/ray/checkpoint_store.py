@@ -96,7 +96,9 @@ class CheckpointStore:
         if found is None:
             await self._put(name, make(), overwrite=False)
             found = await self._get(name, kind)
-        assert found is not None, "it was put a moment ago, and is removed with the application"
+        assert found is not None, (
+            "the value was stored just now, and is only removed with the application"
+        )
         return found
 
     async def _get(self, name: bytes, kind: type[T]) -> T | None:
