@@ -40,9 +40,9 @@ from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.cluster.control.upgrade_check import (
     Make,
     ModelFileReads,
-    family_of,
+    cluster_id_of,
     upgraded,
-    version_identity,
+    version_hash,
     with_model_of,
     with_other_weights,
 )
@@ -58,7 +58,7 @@ from swell.cluster.serve_status import (
 from swell.cluster.text.adapters import AdapterRefused
 from swell.cluster.text.tokens.tokenizer import import_without_torch
 from swell.cluster.watchdog import watch
-from swell.configs.identity import identity
+from swell.configs.config_hash import config_hash
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, ingress_ports
@@ -110,18 +110,18 @@ class IngressStatus(msgspec.Struct, frozen=True):
 class ManagerDeployment:
     """`ClusterManager` under Serve's supervision."""
 
-    async def __init__(self, config: Config, family: str) -> None:  # type: ignore[misc]
-        """`family`: see `configs/identity.py`."""
+    async def __init__(self, config: Config, cluster_id: str) -> None:  # type: ignore[misc]
+        """`cluster_id`: see `configs/config_hash.py`."""
         configure_logging()
         self._log = StructuredLogger("cluster.app")
         self._app = serve.get_replica_context().app_name
         namespace = f"swell-{self._app}"
-        self._family, given = family, identity(config)
+        self._cluster_id, given = cluster_id, config_hash(config)
         self._reads = ModelFileReads()
         self._ports = ingress_ports(config.cluster.port_range)
         self._serve = with_host(config, ray.util.get_node_ip_address()).serve
         cluster, runtime = RayCluster(config.cluster), ThreadRuntime()
-        self._checkpoints = CheckpointStore(namespace, family, cluster)
+        self._checkpoints = CheckpointStore(namespace, cluster_id, cluster)
         self._resources = cluster.total_resources
         config = resolve_device(config, self._resources())
         self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, cluster)
@@ -140,9 +140,9 @@ class ManagerDeployment:
             raise RuntimeError("another manager has taken over from this one")
 
     async def contact(self, wanted: str) -> Contact | None:
-        """Returns the contact of the cluster; None: this manager has another family of
-        configurations."""
-        if wanted != self._family:
+        """Returns the contact of the cluster; None: this manager manages a cluster with
+        another id."""
+        if wanted != self._cluster_id:
             return None
         contact = self._coordinator.contact
         assert contact is not None
@@ -177,9 +177,9 @@ class ManagerDeployment:
         try:
             given, kept = await self._reads.run(make, manager.upgrader.wanted.config, wanted)
             config = resolve_device(given, await asyncio.to_thread(self._resources))
-            name = identity(config)
+            name = config_hash(config)
             if not in_place:
-                name = version_identity(given, config, manager.upgrader.record.versions)
+                name = version_hash(given, config, manager.upgrader.record.versions)
             await manager.upgrade(name, config, in_place=in_place)
         except ScaleRefused as refused:
             return ChangeResult(manager.target, str(refused))
@@ -239,13 +239,13 @@ class IngressDeployment:
     async def __init__(  # type: ignore[misc]
         self,
         config: Config,
-        family: str,
+        cluster_id: str,
         manager: DeploymentHandle,
         store: DeploymentHandle | None,
     ) -> None:
         configure_logging()
         import_without_torch()
-        contact = await _discover_manager(manager, family)
+        contact = await _discover_manager(manager, cluster_id)
         config = with_model_of(config, contact.config)
         node = ray.util.get_node_ip_address()
         self._host = host_address(config.cluster.interface, node)
@@ -339,14 +339,14 @@ def application(config: Config) -> serve.Application:
     }
     if hosts > 1:  # otherwise Serve may place all of them on one node
         many["max_replicas_per_node"] = -(-(limits.ingress_replicas or 1) // hosts)
-    family = family_of(config)
-    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, family)
+    cluster_id = cluster_id_of(config)
+    manager = serve.deployment(name="Manager", **one)(ManagerDeployment).bind(config, cluster_id)
     store = None
     if limits.stored_responses or limits.sessions:
         stall_s = config.cluster.stall_timeout_s
         store = serve.deployment(name="Store", **one)(StoreDeployment).bind(limits, stall_s)
     return serve.deployment(name="Ingress", **many)(IngressDeployment).bind(
-        config, family, manager, store
+        config, cluster_id, manager, store
     )
 
 

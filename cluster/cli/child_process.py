@@ -72,25 +72,25 @@ class ServerProcess:
         processes."""
         if self._process is None:
             return None
-        trouble = None
+        error = None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
             code = await asyncio.wait_for(self._process.wait(), _STOP_S)
             if code != 0:
-                trouble = f"the server ended with exit code {code}"
+                error = f"the server ended with exit code {code}"
         except TimeoutError:
-            trouble = f"the server did not end within {_STOP_S:g} s of SIGINT"
+            error = f"the server did not end within {_STOP_S:g} s of SIGINT"
         left = await self._wait_for_descendants()
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if left and trouble is None:
+        if left and error is None:
             shown = ", ".join(f"{pid} ({name})" for pid, name in left.items())
-            trouble = f"the server left processes behind: {shown}"
+            error = f"the server left processes behind: {shown}"
         if self._relay is not None:
             self._relay.cancel()
-        return trouble
+        return error
 
     async def _wait_for_descendants(self) -> dict[int, str]:
         """Wait up to `_VANISH_S` for all descendants. Returns those that still run."""

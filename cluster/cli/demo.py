@@ -249,14 +249,14 @@ async def run_with_server(config: str, port: int) -> None:
             record = await run_demo(url)
     except TimeoutError:
         raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None
-    except (DemoFailed, ServerError) as error:
+    except (DemoFailed, ServerError) as failure:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
-        raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
+        raise DemoFailed(f"{failure}; the server's last lines:\n{lines}") from None
     finally:
-        trouble = await server.stop()
+        failure = await server.stop()
     print_summary(record)
-    if trouble:
-        raise DemoFailed(trouble)
+    if failure:
+        raise DemoFailed(failure)
     print("shutdown     clean: exit code 0, and no process is left")
     print(f"all went well, in {time.monotonic() - began:.0f} s")
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
-from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.backoff import MissingEngine
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 
@@ -36,7 +36,7 @@ def describe(
     target: int,
     phase: str,
     error: str | None,
-    trouble: Trouble | None,
+    missing_engine: MissingEngine | None,
     leftovers: Leftovers | None,
     upgrade: Mapping[str, Any],
     **scaling: Any,
@@ -48,7 +48,9 @@ def describe(
     return {
         "epoch": view.roster.epoch,
         "wave": view.reports.wave,
-        "state": _state(view, target, phase, degraded=trouble is not None and trouble.exhausted),
+        "state": _state(
+            view, target, phase, degraded=missing_engine is not None and missing_engine.exhausted
+        ),
         "target": target,
         "engines": [
             _engine(handle, str(states.get(rank, "starting")), reports.get(rank))
@@ -58,8 +60,8 @@ def describe(
         "rescale": {
             "phase": phase,
             "error": error,
-            "failures": trouble.times if trouble else 0,
-            "next_try_s": round(trouble.next_try_s, 1) if trouble else None,
+            "failures": missing_engine.times if missing_engine else 0,
+            "next_try_s": round(missing_engine.next_try_s, 1) if missing_engine else None,
         },
         "upgrade": dict(upgrade),
         "leftovers": None
@@ -74,17 +76,17 @@ def describe(
     }
 
 
-def upgrade_trouble(failed: str | None, found: tuple[str, Trouble] | None) -> dict[str, Any]:
+def upgrade_error(failed: str | None, found: tuple[str, MissingEngine] | None) -> dict[str, Any]:
     """Returns error, failures and next attempt of an upgrade. `failed`: why the last upgrade
     failed. `found`: a version that does not start now, and why."""
     if found is None:
         return {"error": failed, "failures": 0, "next_try_s": None}
-    version, trouble = found
-    now = f"version {version} does not start: {trouble.reason}"
+    version, missing_engine = found
+    now = f"version {version} does not start: {missing_engine.reason}"
     return {
         "error": "; ".join(filter(None, (failed, now))),
-        "failures": trouble.times,
-        "next_try_s": round(trouble.next_try_s, 1),
+        "failures": missing_engine.times,
+        "next_try_s": round(missing_engine.next_try_s, 1),
     }
 
 

@@ -27,7 +27,7 @@ from swell.cluster.control.engines.engine_handle import EngineHandle, StartFaile
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import control_state
-from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import (
     ControlState,
@@ -68,9 +68,9 @@ class ClusterManager:
         placement: Placement,
         checkpoints: CheckpointStore,
         runtime: Runtime,
-        identity: str,
+        config_hash: str,
     ) -> None:
-        """`identity`: identity of the configuration as it was given; see `configs/identity.py`."""
+        """`config_hash`: hash of the configuration as it was given."""
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
@@ -90,7 +90,7 @@ class ClusterManager:
             self._on_death,
             on_change=self._wake.set,
         )
-        self.upgrader = Upgrader(identity, config, self._fleet, placement)
+        self.upgrader = Upgrader(config_hash, config, self._fleet, placement)
         self._elasticity = Elasticity(
             config, self._fleet, placement, lambda: (self.target, self.upgrader.wanted.config)
         )
@@ -176,13 +176,15 @@ class ClusterManager:
             self._fleet.set_drain_time(state.change.drain_timeout_s)
             self._begin(state)
 
-    async def upgrade(self, identity: str, config: Config, *, in_place: bool = False) -> None:
+    async def upgrade(self, config_hash: str, config: Config, *, in_place: bool = False) -> None:
         """Replace all engines by engines with another configuration, or `in_place` only their
         weights. Returns once the request survives this manager. Raises ScaleRefused."""
         if in_place:
             control_state.check_awake(self._state)
         try:
-            await self.upgrader.begin(identity, config, self.target, self.save, in_place=in_place)
+            await self.upgrader.begin(
+                config_hash, config, self.target, self.save, in_place=in_place
+            )
         finally:  # a failed request may have been written anyway
             self._wake.set()
 
@@ -243,15 +245,17 @@ class ClusterManager:
         return control_state.phase(self._state, self._fleet.view(), self._now())
 
     @property
-    def trouble(self) -> Trouble | None:
+    def missing_engine(self) -> MissingEngine | None:
         """Why engines are missing."""
-        return control_state.trouble(self._state, self._fleet.view(), self._now())
+        return control_state.missing_engine(self._state, self._fleet.view(), self._now())
 
     @property
     def error(self) -> str | None:
         """The last error while it still matters, and when it is retried."""
-        reason = self._state.change.error or (str(found) if (found := self.trouble) else None)
-        return "; ".join(filter(None, (reason, self._checkpoints.trouble))) or None
+        reason = self._state.change.error or (
+            str(found) if (found := self.missing_engine) else None
+        )
+        return "; ".join(filter(None, (reason, self._checkpoints.error))) or None
 
     async def describe(self) -> dict[str, Any]:
         """Returns the body of `GET /admin/cluster`."""
@@ -260,9 +264,9 @@ class ClusterManager:
             "target": self.target,
             "phase": self.phase,
             "error": self.error,
-            "trouble": self.trouble,
+            "missing_engine": self.missing_engine,
             "leftovers": self._placement.orphans.leftovers(),
-            "upgrade": self.upgrader.describe(self.trouble),
+            "upgrade": self.upgrader.describe(self.missing_engine),
             **self._elasticity.describe(),
         }
         try:
@@ -278,9 +282,9 @@ class ClusterManager:
     async def not_ready_reason(self) -> tuple[str, bool]:
         """Returns one line for waiting people, and whether the first start has failed for good. It
         is retried even then, for callers that keep waiting."""
-        trouble = self.trouble
-        if trouble is not None and trouble.exhausted and not self._state.has_served:
-            return trouble.reason, True
+        missing_engine = self.missing_engine
+        if missing_engine is not None and missing_engine.exhausted and not self._state.has_served:
+            return missing_engine.reason, True
         texts = [*await self._fleet.starting_texts(), self.error]
         return "; ".join(filter(None, texts)) or "waiting for the first engine", False
 

@@ -14,7 +14,7 @@ from swell.cluster.control.plan.upgrade import UpgradeRefused
 from swell.cluster.control.plan.versions import Version
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompt.text_files import text_digest, text_files
-from swell.configs.identity import family, identity, versioned_keys
+from swell.configs.config_hash import cluster_id, config_hash, versioned_keys
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
 from swell.configs.schema import check as check_config
@@ -56,11 +56,11 @@ class ModelFileReads:
             ) from None
 
 
-def family_of(config: Config) -> str:
-    """Returns the family: a hash of the part of a configuration that all versions of a cluster
-    share. Raises ConfigError."""
+def cluster_id_of(config: Config) -> str:
+    """Returns the cluster's id: a hash of the part of a configuration that all versions of a
+    cluster share. Raises ConfigError."""
     try:
-        return family(config, text_digest(config.model))
+        return cluster_id(config, text_digest(config.model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={config.model.path!r} cannot be read: {error}") from None
 
@@ -116,15 +116,15 @@ def upgraded(running: Config, settings: dict[str, Any]) -> tuple[Config, list[st
     return merged, kept
 
 
-def version_identity(given: Config, config: Config, versions: Iterable[Version]) -> str:
-    """Returns the identity of a version with the configuration `config`, which is `given` with the
-    detected device. A known version keeps its identity, regardless of how it was given."""
-    wanted = identity(config)
+def version_hash(given: Config, config: Config, versions: Iterable[Version]) -> str:
+    """Returns the hash of a version with the configuration `config`, which is `given` with the
+    detected device. A known version keeps its hash, regardless of how it was given."""
+    wanted = config_hash(config)
     for version in versions:
         with contextlib.suppress(ConfigError):  # another release wrote that version
-            if identity(version.config) == wanted:
-                return version.identity
-    return identity(given)
+            if config_hash(version.config) == wanted:
+                return version.config_hash
+    return config_hash(given)
 
 
 def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:

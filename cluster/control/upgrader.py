@@ -7,12 +7,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
-from swell.cluster.control.cluster_status import upgrade_trouble
+from swell.cluster.control.cluster_status import upgrade_error
 from swell.cluster.control.engines.engine_handle import EngineHandle, NoRoom, StartFailed
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import upgrade, upgrade_plan
-from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.control.plan.control_state import Change, ControlState, ScaleRefused
 from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
@@ -37,11 +37,13 @@ class Grow(Protocol):
 class Upgrader:
     """The versions of one manager's engines. All methods run in its event loop."""
 
-    def __init__(self, identity: str, config: Config, fleet: Fleet, placement: Placement) -> None:
-        """`identity`: identity of the configuration with which the application was deployed."""
-        self._identity, self._config = identity, config
+    def __init__(
+        self, config_hash: str, config: Config, fleet: Fleet, placement: Placement
+    ) -> None:
+        """`config_hash`: hash of the configuration with which the application was deployed."""
+        self._config_hash, self._config = config_hash, config
         self._fleet, self._placement = fleet, placement
-        self._state = upgrade.take_over(UpgradeRecord(), identity, config)
+        self._state = upgrade.take_over(UpgradeRecord(), config_hash, config)
         self._needed: frozenset[str] = frozenset()
         self._is_saving = False
         """An upgrade was requested that is not stored yet."""
@@ -62,7 +64,7 @@ class Upgrader:
         return self._state.starts
 
     def take_over(self, record: UpgradeRecord) -> None:
-        self._state = upgrade.take_over(record, self._identity, self._config)
+        self._state = upgrade.take_over(record, self._config_hash, self._config)
         if self.record.stage is not record.stage:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
@@ -81,7 +83,7 @@ class Upgrader:
 
     async def begin(
         self,
-        identity: str,
+        config_hash: str,
         config: Config,
         target: int,
         save: Callable[[], Awaitable[None]],
@@ -91,14 +93,14 @@ class Upgrader:
         """Set another target version. Returns once the request is stored and survives the manager.
         `in_place`: only the weights differ, and processes stay. Raises ScaleRefused and then
         changes nothing."""
-        if reason := await self._placement.refusal(Version.of(0, identity, config), target):
+        if reason := await self._placement.refusal(Version.of(0, config_hash, config), target):
             raise UpgradeRefused(reason)
         if self._is_saving:
             raise UpgradeRefused("another upgrade is being requested: try again in some seconds")
         in_use = {name for each in self._fleet.view().engines for name in each.versions}
         in_use |= self._needed
         before = self._state
-        self._state = upgrade.begin(before, identity, config, in_use, in_place=in_place)
+        self._state = upgrade.begin(before, config_hash, config, in_use, in_place=in_place)
         self._is_saving = True
         try:
             async with asyncio.timeout(_SAVE_TIMEOUT_S):
@@ -199,14 +201,14 @@ class Upgrader:
         counts = self.record.counts
         return UpgradeStatus(self.record.phase, counts.done, counts.failed, counts.cancelled)
 
-    def describe(self, missing: Trouble | None) -> dict[str, Any]:
+    def describe(self, missing: MissingEngine | None) -> dict[str, Any]:
         """Returns the status for `/admin/cluster`. `missing`: why engines are missing."""
         record, now = self.record, asyncio.get_running_loop().time()
-        found = upgrade.trouble(self._state, self._needed, missing, now)
+        found = upgrade.failing_version(self._state, self._needed, missing, now)
         return {
             "phase": record.phase,
             "version": record.wanted,
             "previous": None if record.stage is UpgradeStage.SETTLED else record.previous,
             "model": self.wanted.config.model.path,
-            **upgrade_trouble(record.error, found),
+            **upgrade_error(record.error, found),
         }

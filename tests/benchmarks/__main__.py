@@ -67,7 +67,7 @@ def measure(name: str, case: Case, setup: Setup, done: Results) -> bool:
         machine.commit(),
         setup.repeats,
         time.perf_counter() - started,
-        measured.troubles,
+        measured.problems,
     )
     return True
 

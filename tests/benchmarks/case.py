@@ -48,7 +48,7 @@ class Measured(NamedTuple):
     """The result of a case."""
 
     figures: list[Figure]
-    troubles: list[str]
+    problems: list[str]
 
 
 class Case(NamedTuple):

@@ -35,7 +35,7 @@ def throughput(setup: Setup) -> Measured:
             rounds = rounds_of(client, turns, streams, setup.repeats)
             figures += _compare(streams, rounds, bare.name, bounds)
             figures.append(_rates(streams, rounds, beside.name))
-    return Measured(figures, turns.troubles)
+    return Measured(figures, turns.problems)
 
 
 def _compare(
@@ -85,7 +85,7 @@ def processor(setup: Setup) -> Measured:
         Figure(f"processor us/token but for the model, {at}", rest, at_most=60.0),
         Figure(f"processor us/token of model and sampler, {at}", computed),
     ]
-    return Measured(figures, clusters.troubles)
+    return Measured(figures, clusters.problems)
 
 
 CASES = {

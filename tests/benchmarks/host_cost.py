@@ -52,7 +52,7 @@ def run(setup: Setup) -> Measured:
         Figure(f"worker's host us/step, {rows} rows", rounds.series(OURS, f"worker.{rows}.2048"))
         for rows in (1, 64, 256)
     ]
-    return Measured(figures, turns.troubles)
+    return Measured(figures, turns.problems)
 
 
 CASES = {"host": Case("host cost of a step and of a token, no model", run)}

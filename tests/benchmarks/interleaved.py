@@ -51,13 +51,13 @@ class Rounds(dict[str, list[Numbers]]):
 class InterleavedRounds(Generic[C]):
     """A context manager that starts contenders, and terminates all that have started.
 
-    A peer that fails is left out from then on, and its trouble is recorded; if ours fails,
+    A peer that fails is left out from then on, and its problem is recorded; if ours fails,
     ContenderFailed is raised.
     """
 
     def __init__(self, contenders: Sequence[C]) -> None:
         self.active = list(contenders)
-        self.troubles: list[str] = []
+        self.problems: list[str] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> InterleavedRounds[C]:
@@ -97,7 +97,7 @@ class InterleavedRounds(Generic[C]):
             if contender.name == OURS:
                 raise
             log(str(error))
-            self.troubles.append(str(error).splitlines()[0])
+            self.problems.append(str(error).splitlines()[0])
             self.active.remove(contender)
             contender.close()
 

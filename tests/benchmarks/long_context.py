@@ -35,7 +35,7 @@ def run(setup: Setup) -> Measured:
         ),
         Figure("TTFT, ms: prefix of 4 000 not cached", misses, "cached", hits, at_least=10.0),
     ]
-    return Measured(figures, turns.troubles)
+    return Measured(figures, turns.problems)
 
 
 CASES = {"long-context": Case("m15, one row: 8 000 tokens of context, prefix of 4 000", run)}

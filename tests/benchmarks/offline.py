@@ -63,7 +63,7 @@ def run(batch: Batch, setup: Setup) -> Measured:
         if name != OURS
     ]
     rate = rounds.series("limit", "memory_gb_per_s")
-    return Measured([*figures, Figure("memory rate, GB/s", rate)], turns.troubles)
+    return Measured([*figures, Figure("memory rate, GB/s", rate)], turns.problems)
 
 
 CASES = {

@@ -55,8 +55,8 @@ def number(value: float) -> str:
 def show(results: Results) -> None:
     print_table("", HEAD, rows(results), left=2)
     for name, result in results.items():
-        for trouble in result.troubles:
-            print(f"{name}: {trouble}")
+        for problem in result.problems:
+            print(f"{name}: {problem}")
 
 
 def markdown(results: Results) -> str:
@@ -65,7 +65,7 @@ def markdown(results: Results) -> str:
     lines.append(marked_page.row(["---", "---", "---:", "---", *["---:"] * 4, "---"]))
     lines += [marked_page.row(row) for row in rows(results)]
     for name, result in results.items():
-        lines += ["", *(f"{name}: {trouble}" for trouble in result.troubles)]
+        lines += ["", *(f"{name}: {problem}" for problem in result.problems)]
     return "\n".join(lines).rstrip()
 
 

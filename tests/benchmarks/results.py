@@ -58,7 +58,7 @@ class CaseResult(msgspec.Struct, frozen=True):
     commit: str
     repeats: int
     seconds: float
-    troubles: list[str] = []
+    problems: list[str] = []
 
 
 Results = dict[str, CaseResult]

@@ -42,7 +42,7 @@ def run(setup: Setup) -> Measured:
     with Client(setup.logs) as client, InterleavedRounds(contenders) as turns:
         for streams in REQUESTS:
             figures += _figures(streams, rounds_of(client, turns, streams, setup.repeats))
-    return Measured(figures, turns.troubles)
+    return Measured(figures, turns.problems)
 
 
 def rounds_of(client: Client, turns: InterleavedRounds[A], streams: int, repeats: int) -> Rounds:

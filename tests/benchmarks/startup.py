@@ -64,7 +64,7 @@ def run(setup: Setup) -> Measured:
     if "vllm" in rounds:
         theirs = rounds.series("vllm", "start_s")
         figures.insert(1, Figure("start to ready, s", started, PEERS["vllm"].title, theirs))
-    return Measured(figures, turns.troubles)
+    return Measured(figures, turns.problems)
 
 
 CASES = {"start": Case("the demo: start to ready, then 20 s of idling", run)}

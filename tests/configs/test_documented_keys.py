@@ -11,7 +11,7 @@ import pytest
 from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.text.prompt import text_files
-from swell.configs.identity import versioned_keys
+from swell.configs.config_hash import versioned_keys
 from swell.configs.schema import Config
 from tests.configs.test_alerts import samples
 from tests.test_layers import ROOT

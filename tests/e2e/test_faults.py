@@ -59,7 +59,7 @@ def expert() -> Iterator[Trial]:
 def assert_kept(cell: Cell) -> None:
     """Asserts that the answers are correct, and that some were in flight during the fault."""
     assert cell.result.failed == cell.result.wrong == cell.result.cut == 0, cell
-    assert cell.troubles == [], cell
+    assert cell.problems == [], cell
     assert cell.recover_s is not None
     assert cell.result.answers >= STREAMS
     assert cell.in_flight > 0 or cell.moment in ("idle", "wave-end")

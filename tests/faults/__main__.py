@@ -144,7 +144,7 @@ def attempt(
     """Runs all cells of one set-up. Each cell is printed when it finishes, and saved with the
     earlier ones."""
     done: list[Cell] = []
-    troubles: list[str] = []
+    problems: list[str] = []
     run = run_soak if args.soak else run_storm if args.storm else run_matrix
     trial = Trial(setup, args.streams, args.seed, start)
     try:
@@ -153,10 +153,10 @@ def attempt(
             done.append(cell)
             save(Result(setup.name, setup.settings, done))
     except (ClusterFailed, ReferenceFailed) as error:
-        troubles.append(str(error))
+        problems.append(str(error))
     finally:
-        troubles += _end(trial)
-    return Result(setup.name, setup.settings, done, "; ".join(troubles) or None)
+        problems += _end(trial)
+    return Result(setup.name, setup.settings, done, "; ".join(problems) or None)
 
 
 def _end(trial: Trial) -> list[str]:

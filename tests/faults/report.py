@@ -28,16 +28,16 @@ _HEAD = (
 
 
 class Result(msgspec.Struct, frozen=True):
-    """All cells of one set-up; `trouble` says what did not terminate cleanly."""
+    """All cells of one set-up; `problem` says what did not terminate cleanly."""
 
     setup: str
     settings: list[str]
     cells: list[Cell]
-    trouble: str | None = None
+    problem: str | None = None
 
     @property
     def good(self) -> bool:
-        return self.trouble is None and all(cell.good for cell in self.cells)
+        return self.problem is None and all(cell.good for cell in self.cells)
 
 
 def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
@@ -63,8 +63,8 @@ def rows(cells: Sequence[Cell]) -> list[tuple[str, ...]]:
 
 def show(result: Result) -> None:
     print_table(result.setup, _HEAD, rows(result.cells), left=2)
-    if result.trouble:
-        print(f"{result.setup}: {result.trouble}")
+    if result.problem:
+        print(f"{result.setup}: {result.problem}")
 
 
 def write_json(path: str, results: Sequence[Result]) -> None:

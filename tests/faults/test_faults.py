@@ -445,7 +445,7 @@ def test_a_page_gets_its_table_between_its_markers_only(tmp_path: Path) -> None:
 
 def test_results_are_good_or_not_and_read_back(tmp_path: Path) -> None:
     assert result(0).good and not result(1).good
-    assert not msgspec.structs.replace(result(0), trouble="left a process").good
+    assert not msgspec.structs.replace(result(0), problem="left a process").good
     assert report.rows(result(1).cells)[0][-1] == "FAILED"
     path = tmp_path / "r.json"
     report.write_json(str(path), [result(2)])

@@ -344,7 +344,7 @@ def test_a_replica_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch)
     record = trial._Record(monitor, Load([], [], 1), random.Random(0), [], 0.0)
     effect = FaultEffect("parted", frozenset({2}), expects_no_restart=True, lasts_s=40.0)
     asyncio.run(record._check_kept(effect, {5, 6, 7, 11, 12}, state))
-    assert record.troubles == ["parted: processes [12] were replaced without need"]
+    assert record.problems == ["parted: processes [12] were replaced without need"]
 
 
 # ---------------------------------------------------------------- readers

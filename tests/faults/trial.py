@@ -82,11 +82,11 @@ class Cell(msgspec.Struct, frozen=True):
     resubmitted: int
     """The sum of the counters of all ingresses; a coordinator that dies forgets those of former
     ones."""
-    troubles: list[str]
+    problems: list[str]
 
     @property
     def good(self) -> bool:
-        return not (self.troubles or self.result.failed or self.result.wrong)
+        return not (self.problems or self.result.failed or self.result.wrong)
 
 
 class Trial:
@@ -159,7 +159,7 @@ class Trial:
         except AlreadyPassed:
             when = f"after {moment.name}"
         except NotReached as error:
-            record.troubles.append(f"the moment was not reached: {error}")
+            record.problems.append(f"the moment was not reached: {error}")
         await record.inject_and_wait(fault)
         await asyncio.sleep(_SETTLE_S)
         return await record.end(fault.name, when)
@@ -252,7 +252,7 @@ async def _end_later(after_s: float, undo: Callable[[], Awaitable[None]]) -> Non
 
 
 class _Record:
-    """Faults, effects and troubles under one load."""
+    """Faults, effects and problems under one load."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class _Record:
         expected: list[Answer],
         resubmitted: float,
     ) -> None:
-        self.troubles: list[str] = []
+        self.problems: list[str] = []
         self.broken = False
         self._monitor = monitor
         self._load = load
@@ -305,7 +305,7 @@ class _Record:
 
     async def inject(self, fault: Fault, most: int | None = None) -> None:
         """Causes a fault in any state of the cluster. A fault that finds no victim, is refused, or
-        exceeds the room for `most` engines is recorded in brackets and does not count as trouble.
+        exceeds the room for `most` engines is recorded in brackets and does not count as a problem.
         Each is printed, with the seconds since the load began."""
         before = await self._monitor.get_state()
         self._in_flight.append(len(self._load.open))
@@ -359,7 +359,7 @@ class _Record:
         await asyncio.sleep(_SETTLE_S + 1.5 * effect.lasts_s)
         after = await self._monitor.get_state() or after
         if lost := before - set(pids(after)) - set(self._monitor.replicas()):
-            self.troubles.append(
+            self.problems.append(
                 f"{effect.text}: processes {sorted(lost)} were replaced without need"
             )
 
@@ -368,9 +368,9 @@ class _Record:
         answers = await self._load.finish()
         result = compare(self._expected, answers)
         if cut := [a for a in answers if a.cut and a.url not in self._may_cut]:
-            self.troubles.append(f"{len(cut)} connections were cut by no ingress's end")
+            self.problems.append(f"{len(cut)} connections were cut by no ingress's end")
         if not result.answers:
-            self.troubles.append("no answers")
+            self.problems.append("no answers")
         counter = await self._monitor.counter(_RESUBMITTED)
         waits = [wait for hit in self._hits for wait in hit.waits(answers, self._load.streams)]
         return Cell(
@@ -383,12 +383,12 @@ class _Record:
             next_p50_s=percentile(waits, 0.5),
             next_p99_s=percentile(waits, 0.99),
             resubmitted=max(0, round(counter - self._resubmitted)),
-            troubles=self.troubles,
+            problems=self.problems,
         )
 
-    def _break(self, trouble: str) -> None:
+    def _break(self, problem: str) -> None:
         self.broken = True
-        self.troubles.append(trouble)
+        self.problems.append(problem)
 
 
 def print_cell(cell: Cell) -> None:
@@ -403,7 +403,7 @@ def print_cell(cell: Cell) -> None:
         f"p99 {seconds(cell.next_p99_s)}, longest pause {result.pause_s:.1f} s",
         flush=True,
     )
-    for line in (*cell.troubles, *result.examples):
+    for line in (*cell.problems, *result.examples):
         print(f"     {line}", file=sys.stderr, flush=True)
 
 

@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 _UNHEALTHY_S = 30.0
 """Serve checks the health of a replica every ten seconds, and kills it after three failed
 checks."""
-NAMESPACE, IDENTITY = "sim", "0" * 12
+NAMESPACE, CLUSTER_ID = "sim", "0" * 12
 
 
-def identity(weights: int) -> str:
-    """Returns the identity of the configuration with these weights."""
+def config_hash(weights: int) -> str:
+    """Returns the hash of the configuration with these weights."""
     return f"{weights:012x}"
 
 
@@ -114,7 +114,7 @@ class SimCoordinator(CoordinatorService):
         return super().leave(ranks, by)
 
     def contact(self) -> CoordinatorContact:
-        name = f"coordinator-{IDENTITY}"
+        name = f"coordinator-{CLUSTER_ID}"
         return CoordinatorContact(self.address, self.keys, self._pid, name, NAMESPACE)
 
 
@@ -297,7 +297,7 @@ class SimManager:
     def __init__(self, plane: ControlPlane, process: Process) -> None:
         self.process = process
         ray, runtime = SimRay(plane.ray, process), SimRuntime(process, plane.net)
-        checkpoints = CheckpointStore(NAMESPACE, IDENTITY, ray)
+        checkpoints = CheckpointStore(NAMESPACE, CLUSTER_ID, ray)
         self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
         placement = Placement(plane.config, NAMESPACE, self._coordinator, ray, runtime)
         self.manager = ObservedManager(
@@ -306,7 +306,7 @@ class SimManager:
             placement,
             checkpoints,
             runtime,
-            identity(plane.deployed),
+            config_hash(plane.deployed),
         )
         self.manager.on_failed_change = plane.on_failed_change
         self.manager.on_shrink = plane.operator.on_shrink

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from swell.cluster.control.plan.control_state import TAKEN_OVER, ScaleRefused
 from swell.coordinator.manager_state import Sleep
-from tests.simulator.actors import identity, with_weights
+from tests.simulator.actors import config_hash, with_weights
 from tests.simulator.kernel import WORLD
 from tests.simulator.scenario import Operation
 
@@ -87,7 +87,7 @@ class Operator:
             case "scale" | "drain":
                 return (number,)
             case "upgrade" | "update_weights":
-                return identity(number), with_weights(self._plane.config, number)
+                return config_hash(number), with_weights(self._plane.config, number)
             case "pause" if number:
                 return (Sleep(number),)
         return ()

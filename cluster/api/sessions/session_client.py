@@ -213,10 +213,10 @@ class SessionClient:
             try:
                 reply = await self._calls.call(request)
             except StoreUnavailable as caught:
-                reply, error, is_repeated = SessionReply.YOUNG, caught, True
+                reply, error, is_repeated = SessionReply.RECOVERING, caught, True
             if reply is SessionReply.UNKNOWN and is_repeated and isinstance(request, EndSession):
                 return _ENDED  # ended by the call whose answer was lost
-            if reply is not SessionReply.YOUNG:
+            if reply is not SessionReply.RECOVERING:
                 return reply
             if self._now() >= give_up_s:
                 raise error

@@ -11,11 +11,11 @@ The chunk that began last wins: chunks that began before it, or at an earlier re
 SUPERSEDED. Therefore no chunk has to be released, and an ingress that dies blocks nothing.
 
 The ingress that created a session, or answered its last chunk, keeps a copy. A restarted store is
-*young*: it has lost the sessions of its predecessor, and requests them in its replies to
-`ReportSessions`. Until then it answers YOUNG if it does not know a session, or only has a copy:
-another ingress may have a newer one. The age of the store is the time in which it could receive
-reports: a pause between two requests counts for at most `REPORT_S`, since a suspended process
-receives nothing.
+*recovering*: it has lost the sessions of its predecessor, and requests them in its replies to
+`ReportSessions`. Until then it answers RECOVERING if it does not know a session, or only has a
+copy: another ingress may have a newer one. The age of the store is the time in which it could
+receive reports: a pause between two requests counts for at most `REPORT_S`, since a suspended
+process receives nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SessionKey = SecretText
 """The name of a session: a digest of the client's API key, then the id."""
 REPORT_S = 2.0
 """The interval at which an ingress reports its copies."""
-YOUNG_S = 3 * REPORT_S
-"""A store is young up to this age."""
-WANTED_S = 5 * YOUNG_S
-"""A store waits up to this age for copies that it requested while it was young."""
+RECOVERY_S = 3 * REPORT_S
+"""A store is recovering up to this age."""
+WANTED_S = 5 * RECOVERY_S
+"""A store waits up to this age for copies that it requested while it was recovering."""
 TOKEN_BYTES = 4
 
 
@@ -73,8 +73,8 @@ class CreateSession(HoldsSecrets, frozen=True, tag=True):
 
 
 class BeginChunk(HoldsSecrets, frozen=True, tag=True):
-    """Begins a chunk. The reply is OK, UNKNOWN, YOUNG or FULL. If the session has another revision,
-    the reply is the session, and nothing has begun."""
+    """Begins a chunk. The reply is OK, UNKNOWN, RECOVERING or FULL. If the session has another
+    revision, the reply is the session, and nothing has begun."""
 
     key: SessionKey
     ticket: str
@@ -82,7 +82,7 @@ class BeginChunk(HoldsSecrets, frozen=True, tag=True):
 
 
 class CommitChunk(HoldsSecrets, frozen=True, tag=True):
-    """Commits a chunk. The reply is OK, SUPERSEDED, UNKNOWN or YOUNG."""
+    """Commits a chunk. The reply is OK, SUPERSEDED, UNKNOWN or RECOVERING."""
 
     key: SessionKey
     ticket: str
@@ -91,7 +91,7 @@ class CommitChunk(HoldsSecrets, frozen=True, tag=True):
 
 
 class ReadSession(HoldsSecrets, frozen=True, tag=True):
-    """Reads a session. The reply is the session, UNKNOWN or YOUNG."""
+    """Reads a session. The reply is the session, UNKNOWN or RECOVERING."""
 
     key: SessionKey
 
@@ -134,7 +134,7 @@ class SessionReply(enum.StrEnum):
     OK = "ok"
     UNKNOWN = "unknown"
     """The session does not exist."""
-    YOUNG = "young"
+    RECOVERING = "recovering"
     """The session may still be restored from a copy: try again."""
     SUPERSEDED = "superseded"
     """Another chunk has begun since, or was committed."""
@@ -172,7 +172,7 @@ class SessionStore:
         """Measures the age. A pause counts for at most a quarter of the argument."""
         self._age_s = self._clock.advance(now_s)
         self._wanted: set[str] = set()
-        """Copies that were requested while the store was young and have not arrived."""
+        """Copies that were requested while the store was recovering and have not arrived."""
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._per_owner: Counter[str] = Counter()
         self.size_bytes = 0
@@ -231,7 +231,7 @@ class SessionStore:
     def _commit(self, commit: CommitChunk, now_s: float) -> SessionReply:
         entry, session = self._entries.get(commit.key), commit.session
         if self._may_be_put(commit.key):
-            return SessionReply.YOUNG
+            return SessionReply.RECOVERING
         if entry is None:
             return SessionReply.UNKNOWN
         if entry.session.ticket == commit.ticket:
@@ -243,7 +243,7 @@ class SessionStore:
 
     def _find(self, key: SessionKey) -> Session | SessionReply:
         if self._may_be_put(key):
-            return SessionReply.YOUNG
+            return SessionReply.RECOVERING
         entry = self._entries.get(key)
         return SessionReply.UNKNOWN if entry is None else entry.session
 
@@ -256,7 +256,7 @@ class SessionStore:
                 reply.wanted.append(key)
             elif known != revision:
                 reply.dropped.append(key)
-        if self._age_s < YOUNG_S:
+        if self._age_s < RECOVERY_S:
             self._wanted.update(reply.wanted)
         return reply
 
@@ -273,7 +273,7 @@ class SessionStore:
         """Returns whether an ingress may have a session that is missing here, or a newer revision
         of it."""
         entry = self._entries.get(key)
-        is_waiting = self._age_s < YOUNG_S or key in self._wanted
+        is_waiting = self._age_s < RECOVERY_S or key in self._wanted
         return is_waiting and (entry is None or entry.is_copy)
 
     def _grow_older(self, now_s: float) -> None:

@@ -6,8 +6,8 @@ actor or placement group with a name of this cluster that its manager does not k
     swell-app - engine - 3 - 0f3a..91 - 7c01d2e4
     namespace            rank  tag      start
 
-The tag is a digest of the version's lineage and of the coordinator's key: an engine with another
-tag cannot be used here. The engine itself says which version of its lineage it runs.
+The tag is a digest of the version's weights lineage and of the coordinator's key: an engine with
+another tag cannot be used here. The engine itself says which version of its lineage it runs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def is_group(text: str, namespace: str) -> bool:
     return parse(text, namespace) is not None or (rank != text and rank.isdecimal())
 
 
-def engine_tag(lineage: str, coordinator: str) -> str:
+def engine_tag(weights_lineage: str, coordinator: str) -> str:
     """Returns the tag of engines of this lineage whose coordinator has this public key."""
-    return hashlib.sha256(f"{lineage} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
+    return hashlib.sha256(f"{weights_lineage} {coordinator}".encode()).hexdigest()[:_TAG_DIGITS]
 
 
 def candidates(

@@ -15,7 +15,7 @@ MAX_FAILURES = 5
 """Failed starts in a row after which a rank is exhausted."""
 MAX_DEATHS = 5
 """Early deaths in a row that do not exhaust a rank yet; one more does."""
-YOUNG_S = 30.0
+EARLY_DEATH_S = 30.0
 """An engine that served for less than this died early."""
 _FIRST_S = 0.5
 _LONGEST_S = 300.0
@@ -40,7 +40,7 @@ class _Slot:
     failures: int = 0
     """Failed starts since the last successful one."""
     deaths: int = 0
-    """Early deaths since an engine served for at least `YOUNG_S`."""
+    """Early deaths since an engine served for at least `EARLY_DEATH_S`."""
     not_before: float = 0.0
     reason: str = ""
     """Reason of the last failure or death."""
@@ -54,7 +54,7 @@ class _Slot:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class MissingEngine:
     """Why the engine of a rank is missing."""
 
     rank: int
@@ -90,7 +90,7 @@ class Backoff:
     def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> Backoff:
         """Record that an engine died after it had served for `lived_s`."""
         slot = self._slot(rank)
-        if lived_s >= YOUNG_S:
+        if lived_s >= EARLY_DEATH_S:
             slot = replace(slot, failures=0, deaths=0, reason=reason)
         else:
             slot = replace(slot, deaths=slot.deaths + 1, reason=reason)
@@ -124,9 +124,9 @@ class Backoff:
         """Whether the rank failed so often that an operator must find the cause."""
         return self._slot(rank).exhausted
 
-    def trouble(self, living: Container[int], now: float) -> Trouble | None:
-        """Returns the trouble of the worst rank that has no living engine. A rank with only a few
-        early deaths is not in trouble."""
+    def worst_missing_engine(self, living: Container[int], now: float) -> MissingEngine | None:
+        """Returns why the worst rank without a living engine has none. A rank with only a few early
+        deaths does not count."""
         absent = [
             rank
             for rank, slot in self.slots.items()
@@ -135,15 +135,15 @@ class Backoff:
         if not absent:
             return None
         rank = max(absent, key=lambda r: (self.slots[r].exhausted, self.slots[r].not_before))
-        return self._trouble(rank, now)
+        return self._reason_of(rank, now)
 
-    def trouble_of(self, rank: int, now: float) -> Trouble | None:
-        """Returns the trouble of one rank; None: its last start succeeded, or it had none."""
-        return self._trouble(rank, now) if self._slot(rank).failures else None
+    def missing_engine(self, rank: int, now: float) -> MissingEngine | None:
+        """Returns why a rank has no engine; None: its last start succeeded, or it had none."""
+        return self._reason_of(rank, now) if self._slot(rank).failures else None
 
-    def _trouble(self, rank: int, now: float) -> Trouble:
+    def _reason_of(self, rank: int, now: float) -> MissingEngine:
         slot = self.slots[rank]
-        return Trouble(
+        return MissingEngine(
             rank,
             slot.reason,
             slot.failures or slot.deaths,

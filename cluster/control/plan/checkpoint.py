@@ -14,7 +14,7 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """State of a manager, for its successor. Append-only: another release may read it."""
 
     desired: DesiredState = DesiredState()
-    identity: str = ""
+    cluster_id: str = ""
     """Digest of the part of the configuration that no upgrade changes. The checkpoint is void for a
     configuration with another digest."""
     upgrade: UpgradeRecord = UpgradeRecord()

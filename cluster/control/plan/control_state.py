@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from swell.cluster.control.plan.backoff import Backoff, Trouble
+from swell.cluster.control.plan.backoff import Backoff, MissingEngine
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
 from swell.configs.schema import ClusterConfig, Config
@@ -294,11 +294,11 @@ def on_death(
     return replace(state, backoff=state.backoff.died(rank, lived_s, now, reason))
 
 
-def trouble(state: ControlState, fleet: FleetView, now: float) -> Trouble | None:
+def missing_engine(state: ControlState, fleet: FleetView, now: float) -> MissingEngine | None:
     """Why engines are missing; None: none is missing, or no start has failed."""
     if len(fleet.staying) >= state.change.target:
         return None
-    return state.backoff.trouble(fleet.serving, now)
+    return state.backoff.worst_missing_engine(fleet.serving, now)
 
 
 def phase(state: ControlState, fleet: FleetView, now: float) -> str:
@@ -312,7 +312,7 @@ def phase(state: ControlState, fleet: FleetView, now: float) -> str:
         return "prepare"
     if fleet.any_leaving:
         return "drain"
-    found = trouble(state, fleet, now)
+    found = missing_engine(state, fleet, now)
     if state.change.stage is ChangeStage.FAILED or (found is not None and found.exhausted):
         return "failed"
     missing = state.change.target - len(fleet.staying)

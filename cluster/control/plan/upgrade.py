@@ -18,7 +18,7 @@ from collections.abc import Collection
 import msgspec
 from msgspec.structs import replace
 
-from swell.cluster.control.plan.backoff import Backoff, Trouble
+from swell.cluster.control.plan.backoff import Backoff, MissingEngine
 from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.plan.versions import MAX_VERSIONS, UpgradeRecord, UpgradeStage, Version
@@ -109,25 +109,25 @@ class Failure(msgspec.Struct, frozen=True):
     """The start would fail again in the same way."""
 
 
-def take_over(record: UpgradeRecord, identity: str, config: Config) -> UpgradeState:
+def take_over(record: UpgradeRecord, config_hash: str, config: Config) -> UpgradeState:
     """Continue with the record of the previous manager. If its application was deployed with
     another configuration, this is an upgrade."""
     if record.find(record.wanted) is None:
-        version = Version.of(1, identity, config)
+        version = Version.of(1, config_hash, config)
         return UpgradeState(
-            UpgradeRecord((version,), version.name, version.name, deployed=identity)
+            UpgradeRecord((version,), version.name, version.name, deployed=config_hash)
         )
-    if identity == record.deployed:
+    if config_hash == record.deployed:
         return UpgradeState(record)
-    state = UpgradeState(replace(record, deployed=identity))
-    if identity == record.get(record.wanted).identity:
+    state = UpgradeState(replace(record, deployed=config_hash))
+    if config_hash == record.get(record.wanted).config_hash:
         return state
-    return _want(state, identity, config, ())
+    return _want(state, config_hash, config, ())
 
 
 def begin(
     state: UpgradeState,
-    identity: str,
+    config_hash: str,
     config: Config,
     in_use: Collection[str],
     *,
@@ -141,30 +141,30 @@ def begin(
     if in_place:
         if _beside_weights(config) != _beside_weights(wanted.config):
             raise UpgradeRefused("another version was requested meanwhile: try again")
-        identity = _known_identity(record, wanted.weights_lineage, config) or identity
-    if identity == wanted.identity:
+        config_hash = _known_config_hash(record, wanted.weights_lineage, config) or config_hash
+    if config_hash == wanted.config_hash:
         raise UpgradeRefused(
             f"version {wanted.name} has this configuration already (upgrade: {record.phase}); "
             "other weights need another model.path"
         )
     fallback = record.get(_fallback(record))
-    if len(in_use) >= MAX_VERSIONS and identity != fallback.identity:
+    if len(in_use) >= MAX_VERSIONS and config_hash != fallback.config_hash:
         raise UpgradeRefused(
             f"{len(in_use)} versions have engines or unfinished answers "
             f"({', '.join(sorted(in_use))}), and the limit is {MAX_VERSIONS}: wait until one of "
             "them has none"
         )
-    return _want(state, identity, config, in_use, wanted.weights_lineage if in_place else "")
+    return _want(state, config_hash, config, in_use, wanted.weights_lineage if in_place else "")
 
 
 def _want(
-    state: UpgradeState, identity: str, config: Config, in_use: Collection[str], base: str = ""
+    state: UpgradeState, config_hash: str, config: Config, in_use: Collection[str], base: str = ""
 ) -> UpgradeState:
     record = state.record
     fallback, is_new = _fallback(record), record.stage is UpgradeStage.IN_PROGRESS
-    if is_new and identity == record.get(fallback).identity:
+    if is_new and config_hash == record.get(fallback).config_hash:
         return _roll_back(state, None)
-    version = Version.of(record.versions[-1].number + 1, identity, config, base)
+    version = Version.of(record.versions[-1].number + 1, config_hash, config, base)
     versions, keep = (*record.versions, version), {record.wanted, fallback, *in_use}
     kept = (each for each in versions[:-MAX_VERSIONS] if each.name in keep)
     return UpgradeState(
@@ -184,16 +184,16 @@ def _want(
 
 
 def _beside_weights(config: Config) -> Config:
-    """Returns the part of a configuration that versions of one lineage share."""
+    """Returns the part of a configuration that versions of one weights lineage share."""
     return replace(config, model=replace(config.model, path="", load_format="auto"))
 
 
-def _known_identity(record: UpgradeRecord, lineage: str, config: Config) -> str | None:
-    """Returns the identity of a known version of this lineage with these weights. It may have been
+def _known_config_hash(record: UpgradeRecord, weights_lineage: str, config: Config) -> str | None:
+    """Returns the hash of a known version of this lineage with these weights. It may have been
     given with other settings, such as `model.device=auto`, that have been resolved since."""
     path = config.model.path
-    same = (each for each in record.versions if each.weights_lineage == lineage)
-    return next((each.identity for each in same if each.settings["model"]["path"] == path), None)
+    same = (each for each in record.versions if each.weights_lineage == weights_lineage)
+    return next((each.config_hash for each in same if each.settings["model"]["path"] == path), None)
 
 
 def _fallback(record: UpgradeRecord) -> str:
@@ -284,14 +284,14 @@ def on_death(
     return replace(state, backoff=state.backoff.died(found.number, lived_s, now, reason))
 
 
-def trouble(
-    state: UpgradeState, needed: Collection[str], missing: Trouble | None, now: float
-) -> tuple[str, Trouble] | None:
+def failing_version(
+    state: UpgradeState, needed: Collection[str], missing: MissingEngine | None, now: float
+) -> tuple[str, MissingEngine] | None:
     """Returns a version that does not start although it is the target or unfinished responses need
     it, and why. `missing`: why engines are missing."""
     record = state.record
     for name in record.known([record.wanted, *sorted(needed)]):
-        if (found := state.backoff.trouble_of(record.get(name).number, now)) is not None:
+        if (found := state.backoff.missing_engine(record.get(name).number, now)) is not None:
             return name, found
     if missing is not None and record.stage is UpgradeStage.ROLLING_BACK:
         return record.wanted, missing

@@ -125,7 +125,7 @@ def _decide(
     waiting = _waiting(fleet, needed)
     starting = [engine for engine in fleet.of(Place.STARTING) if not engine.in_transition]
     useless = [e for e in starting if e.for_answers and e.waits_for_room and e not in waiting]
-    related = _lineage(state)
+    related = _weights_lineage(state)
     useless += [e for e in starting if e.version not in {*wanted, *related} and not e.previous]
     reloads, others = _leaving_to_reload(fleet), related - {record.wanted}
     in_vain = [engine for engine in reloads if asleep or engine.version not in others]
@@ -323,18 +323,20 @@ def _to_reload(state: UpgradeState, fleet: FleetView, outdated: Sequence[int]) -
     record = state.record
     if record.stage is not UpgradeStage.IN_PROGRESS and state.was_tried_again(record.wanted):
         return ()
-    related = _lineage(state)
+    related = _weights_lineage(state)
     same = [e.rank for e in fleet.engines if e.rank in outdated and e.version in related]
     half = 1 if state.is_untried else max(1, len(fleet.of(Place.SERVING)) // 2)
     count = min(half, max(1, len(outdated) - 1))
     return tuple(same[-count:])
 
 
-def _lineage(state: UpgradeState) -> frozenset[str]:
+def _weights_lineage(state: UpgradeState) -> frozenset[str]:
     """Returns the names of versions whose engines may load the target weights in place of
     theirs."""
-    lineage = state.record.get(state.record.wanted).weights_lineage
-    return frozenset(each.name for each in state.record.versions if each.weights_lineage == lineage)
+    weights_lineage = state.record.get(state.record.wanted).weights_lineage
+    return frozenset(
+        each.name for each in state.record.versions if each.weights_lineage == weights_lineage
+    )
 
 
 def _leaving_to_reload(fleet: FleetView) -> list[EngineStatus]:

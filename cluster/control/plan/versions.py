@@ -21,21 +21,21 @@ class Version(msgspec.Struct, frozen=True, dict=True):
 
     number: int
     """Increases with each upgrade."""
-    identity: str
-    """Identity of the configuration as it was given; see `configs/identity.py`."""
+    config_hash: str
+    """Hash of the configuration as it was given; see `configs/config_hash.py`."""
     settings: dict[str, Any]
     """The configuration, with the detected device."""
     base: str = ""
     """Name of the version whose engines may load these weights in place of theirs; empty: none."""
 
     @classmethod
-    def of(cls, number: int, identity: str, config: Config, base: str = "") -> Version:
-        return cls(number, identity, msgspec.to_builtins(config), base)
+    def of(cls, number: int, config_hash: str, config: Config, base: str = "") -> Version:
+        return cls(number, config_hash, msgspec.to_builtins(config), base)
 
     @cached_property
     def name(self) -> str:
         """The name that rosters and responses contain."""
-        return f"{self.number}-{self.identity}"
+        return f"{self.number}-{self.config_hash}"
 
     @property
     def weights_lineage(self) -> str:
@@ -89,7 +89,7 @@ class UpgradeRecord(msgspec.Struct, frozen=True):
     """Name of the previous target version."""
     stage: UpgradeStage = UpgradeStage.SETTLED
     deployed: str = ""
-    """Identity of the configuration with which the application was last deployed."""
+    """Hash of the configuration with which the application was last deployed."""
     proven: tuple[str, ...] = ()
     """Names of the versions that an engine has served."""
     in_place: bool = False

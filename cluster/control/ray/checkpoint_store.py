@@ -30,8 +30,8 @@ class CheckpointStore:
     number counts. So a late write of an earlier manager does not replace anything.
     """
 
-    def __init__(self, namespace: str, identity: str, ray: RayPort) -> None:
-        self.identity = identity
+    def __init__(self, namespace: str, cluster_id: str, ray: RayPort) -> None:
+        self.cluster_id = cluster_id
         self._ray = ray
         self._key = namespace.encode()
         self._checkpoint = b""
@@ -77,7 +77,7 @@ class CheckpointStore:
         """Returns the endpoint of this configuration's coordinator. `make` creates it the first
         time."""
         return await self._get_or_make(
-            f"endpoint-{self.identity}".encode(), CoordinatorEndpoint, make
+            f"endpoint-{self.cluster_id}".encode(), CoordinatorEndpoint, make
         )
 
     async def port(self, choose: Callable[[], int]) -> int:

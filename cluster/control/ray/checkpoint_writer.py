@@ -54,19 +54,19 @@ class CheckpointWriter:
         state that coordinator and engines of this configuration keep, then `kept` counts. If
         `parallel.data` has changed, it is the new target, because it is the newest request."""
         previous = await self._store.read()
-        if previous.identity != self._store.identity:
+        if previous.cluster_id != self._store.cluster_id:
             previous = ClusterCheckpoint()
         if kept.age > previous.desired.age:
             age = previous.desired.age
             self._log.warning("checkpoint is missing or older", kept=kept.age, age=age)
-            previous = replace(previous, identity=self._store.identity, desired=kept)
+            previous = replace(previous, cluster_id=self._store.cluster_id, desired=kept)
         self._newest = ClusterCheckpoint().with_age(*previous.desired.age)
         if previous.desired.data in (0, self._data):
             return previous
         return replace(previous, desired=replace(previous.desired, target=self._data))
 
     @property
-    def trouble(self) -> str | None:
+    def error(self) -> str | None:
         """Actions that the manager cannot do while the store fails, and when the store is tried
         again."""
         now = asyncio.get_running_loop().time()
@@ -80,7 +80,7 @@ class CheckpointWriter:
         )
 
     def manager_id(self) -> ManagerId:
-        """Returns the identity of this manager. Its term is known after it has taken over."""
+        """Returns the id of this manager. Its term is known after it has taken over."""
         return ManagerId(self.owner, self._newest.desired.term)
 
     async def is_leader(self) -> bool:
@@ -140,7 +140,7 @@ class CheckpointWriter:
         `data` and the age of the desired state."""
         term, number = self._newest.desired.age
         desired = replace(desired, owner=self.owner, data=self._data)
-        made = ClusterCheckpoint(desired, self._store.identity, upgrade, drains)
+        made = ClusterCheckpoint(desired, self._store.cluster_id, upgrade, drains)
         if made.with_age(term, number) != self._newest:
             self._newest = made.with_age(term, number + 1)
         return self._newest

@@ -42,7 +42,7 @@ class CoordinatorHandle:
     def __init__(
         self, config: Config, namespace: str, checkpoints: CheckpointStore, ray: RayPort
     ) -> None:
-        self.name = f"coordinator-{checkpoints.identity}"
+        self.name = f"coordinator-{checkpoints.cluster_id}"
         """Name of its actor. Engines with another configuration have another coordinator."""
         self._config = config
         self._namespace = namespace

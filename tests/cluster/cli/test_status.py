@@ -19,7 +19,7 @@ BESIDE = {"autoscaling.last_decision.reason"}
 """Fields that only `GET /admin/cluster` shows, here the last autoscaling decision."""
 
 
-def troubled(kind: type, path: str = "") -> tuple[dict[str, Any], dict[str, str]]:
+def with_problems(kind: type, path: str = "") -> tuple[dict[str, Any], dict[str, str]]:
     """Returns a body in which everything is wrong that can be, and path -> text that `swell status`
     must print for it."""
     body: dict[str, Any] = {}
@@ -30,11 +30,11 @@ def troubled(kind: type, path: str = "") -> tuple[dict[str, Any], dict[str, str]
         kinds = [hint, *get_args(hint)]
         struct = next((each for each in kinds if msgspec.inspect.is_struct_type(each)), None)
         if struct is not None:
-            inner, texts = troubled(struct, f"{place}.")
+            inner, texts = with_problems(struct, f"{place}.")
             body[field.name] = inner if list not in map(origin, kinds) else [inner]
             shown |= texts
         elif field.name in TEXTS:
-            body[field.name] = shown[place] = f"trouble of {place}"
+            body[field.name] = shown[place] = f"problem of {place}"
         elif field.name in NUMBERS:
             body[field.name] = next(UNIQUE)
             shown[place] = str(body[field.name])
@@ -56,7 +56,7 @@ def engine(rank: int, level: int, freed_bytes: int = 0, state: str = "active") -
 
 
 def cluster(state: str, *engines: dict[str, Any]) -> ClusterState:
-    body, _ = troubled(ClusterState)
+    body, _ = with_problems(ClusterState)
     return msgspec.convert({**body, "state": state, "engines": list(engines)}, ClusterState)
 
 
@@ -127,7 +127,7 @@ def test_an_engine_that_does_not_wake_up_is_named(
 def test_every_error_and_reason_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body, shown = troubled(ClusterState)
+    body, shown = with_problems(ClusterState)
     state = msgspec.convert(body, ClusterState)
 
     class Fake:

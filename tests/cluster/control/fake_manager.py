@@ -482,8 +482,8 @@ class FakeCheckpointStore:
     """A fake `CheckpointStore`. It outlives all managers, and those of one application share its
     page."""
 
-    def __init__(self, identity: str, page: list[ClusterCheckpoint] | None = None) -> None:
-        self.identity = identity
+    def __init__(self, cluster_id: str, page: list[ClusterCheckpoint] | None = None) -> None:
+        self.cluster_id = cluster_id
         self.page = [ClusterCheckpoint()] if page is None else page
         self.away = False
         self.hangs = False
@@ -525,13 +525,13 @@ class ManagerHarness:
         self.coordinator = FakeCoordinator([])
         self.placement = FakePlacement(self.coordinator)
         self.checkpoints = FakeCheckpointStore("configuration")
-        self.identity = "configuration"
+        self.config_hash = "configuration"
         self.manager = self.another()
 
-    def redeploy(self, identity: str, **parallel: Any) -> None:
+    def redeploy(self, cluster_id: str, **parallel: Any) -> None:
         """Gives the next manager another configuration."""
         self.config = load({"model": {"path": "m"}, "parallel": parallel})
-        self.checkpoints = FakeCheckpointStore(identity, self.checkpoints.page)
+        self.checkpoints = FakeCheckpointStore(cluster_id, self.checkpoints.page)
         self.placement.keys = "other keys"
         self.coordinator = FakeCoordinator(self.placement.events)
         self.placement.coordinator = self.coordinator
@@ -548,17 +548,17 @@ class ManagerHarness:
             self.placement,
             self.checkpoints,
             VirtualRuntime(),
-            self.identity,
+            self.config_hash,
         )
 
-    async def upgrade(self, identity: str) -> None:
-        await self.manager.upgrade(identity, self.config)
+    async def upgrade(self, config_hash: str) -> None:
+        await self.manager.upgrade(config_hash, self.config)
 
-    async def update_weights(self, identity: str) -> None:
-        """Updates the weights to those in the folder `identity`."""
-        model = msgspec.structs.replace(self.config.model, path=identity)
+    async def update_weights(self, folder: str) -> None:
+        """Updates the weights to those in `folder`."""
+        model = msgspec.structs.replace(self.config.model, path=folder)
         config = msgspec.structs.replace(self.config, model=model)
-        await self.manager.upgrade(identity, config, in_place=True)
+        await self.manager.upgrade(folder, config, in_place=True)
 
     @property
     def versions(self) -> list[str]:

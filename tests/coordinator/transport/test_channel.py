@@ -402,9 +402,9 @@ def test_looking_at_the_connection_does_not_swallow_the_wake_up(inbox, address, 
 def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, address, keys) -> None:
     async def talk() -> tuple[list[str], list[Any]]:
         received: list[str] = []
-        troubles: list[Any] = []
+        problems: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(
-            lambda _, context: troubles.append(context)
+            lambda _, context: problems.append(context)
         )
 
         def close(message: str) -> None:
@@ -419,7 +419,7 @@ def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, add
         while not received:
             await asyncio.sleep(0.01)
         await asyncio.sleep(NEVER_S)
-        return received, troubles
+        return received, problems
 
     assert asyncio.run(talk()) == (["0"], [])
 

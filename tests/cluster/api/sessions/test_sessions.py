@@ -230,7 +230,7 @@ def fast_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_client, "REPORT_S", 0.05)
     monkeypatch.setattr(session_client, "_RETRY_S", 0.02)
     monkeypatch.setattr(session_store, "REPORT_S", 0.05)
-    monkeypatch.setattr(session_store, "YOUNG_S", 0.3)
+    monkeypatch.setattr(session_store, "RECOVERY_S", 0.3)
 
 
 @pytest.mark.usefixtures("fast_store")

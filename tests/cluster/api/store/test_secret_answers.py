@@ -22,7 +22,7 @@ from swell.cluster.cli.doctor.probes import fact_collector
 from swell.cluster.cli.main import main
 from swell.cluster.control.cluster_status import Leftovers, describe
 from swell.cluster.control.engines.engine_handle import EngineHandle
-from swell.cluster.control.plan.backoff import Trouble
+from swell.cluster.control.plan.backoff import MissingEngine
 from swell.configs.runtime.log import KeyValueFormatter
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.roster import Roster
@@ -71,7 +71,7 @@ class Describing(Failing):
             target=1,
             phase="failed",
             error=error,
-            trouble=Trouble(0, error, 9, 0.0, exhausted=True, dying=False),
+            missing_engine=MissingEngine(0, error, 9, 0.0, exhausted=True, dying=False),
             leftovers=Leftovers(["a"], error, 1, 1.0),
             upgrade={"phase": "failed", "error": error},
         )

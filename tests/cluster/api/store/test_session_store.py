@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from swell.cluster.api.store.session_store import (
+    RECOVERY_S,
     REPORT_S,
     WANTED_S,
-    YOUNG_S,
     BeginChunk,
     CommitChunk,
     CreateSession,
@@ -29,7 +29,7 @@ from swell.cluster.api.store.session_store import (
 from swell.configs.sessions import SessionLimits
 from tests.cluster.store_handle import grow_old, old_store
 
-OK, UNKNOWN, YOUNG, SUPERSEDED, FULL, OWNER_FULL = SessionReply
+OK, UNKNOWN, RECOVERING, SUPERSEDED, FULL, OWNER_FULL = SessionReply
 LIMITS = SessionLimits(sessions=4, sessions_per_key=2, session_bytes=10**6, session_idle_s=60.0)
 KEYS = [f"{owner}/{number}" for number in range(6) for owner in ("ann", "bob", "carl")]
 INGRESSES = 3
@@ -56,7 +56,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 1000.0
         self.store = old_store(LIMITS, self.now_s)
-        self.young_until_s = self.now_s
+        self.recovering_until_s = self.now_s
         self.committed: dict[str, Session] = {}
         self.copies: list[dict[str, Session]] = [{} for _ in range(INGRESSES)]
         self.open: list[Chunk] = []
@@ -64,8 +64,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         self.tickets = 0
 
     @property
-    def is_young(self) -> bool:
-        return self.now_s < self.young_until_s
+    def is_recovering(self) -> bool:
+        return self.now_s < self.recovering_until_s
 
     @rule(key=keys, ingress=ingresses)
     def create(self, key: str, ingress: int) -> None:
@@ -73,7 +73,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             return
         owner = key.partition("/")[0]
         reply = self.store.handle(CreateSession(key, Session(1)), self.now_s)
-        if not self.is_young:  # a young store may lack some sessions
+        if not self.is_recovering:  # a recovering store may lack some sessions
             others = [one for one in self.committed if one.startswith(f"{owner}/")]
             is_full = len(self.committed) >= LIMITS.sessions
             assert reply is (FULL if is_full else OWNER_FULL if len(others) >= 2 else OK)
@@ -106,8 +106,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
     def _is_right(self, key: str, found: object) -> bool:
         """Returns whether the session exists. Checks that it was found as last committed."""
         known = self.committed.get(key)
-        if found is YOUNG:
-            assert self.is_young
+        if found is RECOVERING:
+            assert self.is_recovering
             return False
         assert found == (UNKNOWN if known is None else known)
         return known is not None
@@ -130,8 +130,8 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             self.committed[chunk.key] = self.copies[chunk.ingress][chunk.key] = session
         elif reply is SUPERSEDED:
             assert chunk.superseded_in is self.store or known != before
-        elif reply is YOUNG:
-            assert self.is_young
+        elif reply is RECOVERING:
+            assert self.is_recovering
             self.open.append(chunk)  # the ingress retries it
         else:
             assert reply is UNKNOWN and known is None
@@ -141,11 +141,11 @@ class SessionsAgainstModel(RuleBasedStateMachine):
     def abandon(self, data: st.DataObject) -> None:
         self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
 
-    @precondition(lambda self: not self.is_young and len(self.committed) > 2)
+    @precondition(lambda self: not self.is_recovering and len(self.committed) > 2)
     @rule(key=keys)
     def end(self, key: str) -> None:
-        """Runs only on a store that is not young: an ingress could put its copy back, which would
-        stay until it is idle."""
+        """Runs only on a store that is not recovering: an ingress could put its copy back, which
+        would stay until it is idle."""
         if self._is_right(key, self.store.handle(EndSession(key), self.now_s)):
             del self.committed[key]
             self.ended.add(key)
@@ -174,26 +174,26 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             for key in self.committed:  # their clients continue
                 self.store.handle(ReportSessions([], [], [key]), self.now_s)
 
-    @precondition(lambda self: self.is_young)
-    @rule(for_s=st.sampled_from([REPORT_S / 2, YOUNG_S, 3 * YOUNG_S]))
+    @precondition(lambda self: self.is_recovering)
+    @rule(for_s=st.sampled_from([REPORT_S / 2, RECOVERY_S, 3 * RECOVERY_S]))
     def stand_still(self, for_s: float) -> None:
         """Suspends the store process. Reports that arrived meanwhile are queued after another
         request."""
         self.now_s += for_s
-        self.young_until_s += for_s - min(for_s, REPORT_S)
+        self.recovering_until_s += for_s - min(for_s, REPORT_S)
         self.read(next(iter(self.committed), KEYS[0]))
         for ingress in range(INGRESSES):
             self.report(ingress)
 
-    @precondition(lambda self: not self.is_young and self.committed)
+    @precondition(lambda self: not self.is_recovering and self.committed)
     @rule()
     def lose_the_store(self) -> None:
-        """Runs only on a store that is not young: another ingress may not have put its copies back
-        yet. Reports first, so that ingresses drop their copies of ended sessions."""
+        """Runs only on a store that is not recovering: another ingress may not have put its copies
+        back yet. Reports first, so that ingresses drop their copies of ended sessions."""
         for ingress in range(INGRESSES):
             self.report(ingress)
         self.store = SessionStore(LIMITS, self.now_s)
-        self.young_until_s = self.now_s + YOUNG_S
+        self.recovering_until_s = self.now_s + RECOVERY_S
 
     @precondition(lambda self: len(self.committed) == LIMITS.sessions)
     @rule()
@@ -239,9 +239,9 @@ def test_the_newest_of_two_copies_counts(order: str) -> None:
     store = SessionStore(LIMITS, 0.0)
     for copy in (older, newer) if order == "older first" else (newer, older):
         assert store.handle(PutSessions(["a"], [copy]), 0.0) is OK
-        assert store.handle(BeginChunk("a", "t", 2), 0.0) is YOUNG
+        assert store.handle(BeginChunk("a", "t", 2), 0.0) is RECOVERING
     grow_old(store, 0.0)
-    assert store.handle(ReadSession("a"), YOUNG_S) == newer
+    assert store.handle(ReadSession("a"), RECOVERY_S) == newer
 
 
 def test_what_began_before_the_last_commit_is_superseded() -> None:
@@ -260,10 +260,10 @@ def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
     first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [first]), 0.0) is OK
-    assert store.handle(CommitChunk("a", "t", third), 0.0) is YOUNG
+    assert store.handle(CommitChunk("a", "t", third), 0.0) is RECOVERING
     grow_old(store, 0.0)
-    assert store.handle(CommitChunk("a", "t", third), YOUNG_S) is OK
-    assert store.handle(ReadSession("a"), YOUNG_S) == third
+    assert store.handle(CommitChunk("a", "t", third), RECOVERY_S) is OK
+    assert store.handle(ReadSession("a"), RECOVERY_S) == third
 
 
 def test_a_copy_changes_nothing_of_who_began_last() -> None:
@@ -271,50 +271,50 @@ def test_a_copy_changes_nothing_of_who_began_last() -> None:
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
     grow_old(store, 0.0)
-    assert store.handle(BeginChunk("a", "t", 0), YOUNG_S) is OK
-    assert store.handle(PutSessions(["a"], [first]), YOUNG_S) is OK
-    assert store.handle(CommitChunk("a", "u", second), YOUNG_S) is SUPERSEDED
+    assert store.handle(BeginChunk("a", "t", 0), RECOVERY_S) is OK
+    assert store.handle(PutSessions(["a"], [first]), RECOVERY_S) is OK
+    assert store.handle(CommitChunk("a", "u", second), RECOVERY_S) is SUPERSEDED
 
 
 def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
-    """An ingress was cut off for longer than the store was young. Its copy is dropped, even if
+    """An ingress was cut off for longer than the store was recovering. Its copy is dropped, even if
     newer."""
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
     grow_old(store, 0.0)
     committed = Session(1, bytes(4), [1], 1, 0, "t")
-    assert store.handle(CommitChunk("a", "t", committed), YOUNG_S) is OK
+    assert store.handle(CommitChunk("a", "t", committed), RECOVERY_S) is OK
     newer = Session(1, bytes(12), [1, 2, 3], 3, 0, "u")
-    reply = store.handle(ReportSessions(["a"], [newer.revision]), YOUNG_S)
+    reply = store.handle(ReportSessions(["a"], [newer.revision]), RECOVERY_S)
     assert reply == ReportReply([], ["a"])
-    assert store.handle(PutSessions(["a"], [newer]), YOUNG_S) is OK
-    assert store.handle(ReadSession("a"), YOUNG_S) == committed
+    assert store.handle(PutSessions(["a"], [newer]), RECOVERY_S) is OK
+    assert store.handle(ReadSession("a"), RECOVERY_S) == committed
 
 
-@pytest.mark.parametrize("pause_s", [YOUNG_S, 100 * YOUNG_S])
-def test_a_store_that_stood_still_is_young_behind_it(pause_s: float) -> None:
+@pytest.mark.parametrize("pause_s", [RECOVERY_S, 100 * RECOVERY_S])
+def test_a_store_is_recovering_after_a_pause(pause_s: float) -> None:
     """The reports that ingresses sent during the pause are still queued."""
     store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
-    assert store.handle(ReadSession("a"), pause_s) is YOUNG
+    assert store.handle(ReadSession("a"), pause_s) is RECOVERING
     assert store.handle(ReportSessions(["a"], [1]), pause_s) == ReportReply(["a"], [])
     assert store.handle(PutSessions(["a"], [copy]), pause_s) is OK
     grow_old(store, pause_s)
-    assert store.handle(ReadSession("a"), pause_s + YOUNG_S) == copy
+    assert store.handle(ReadSession("a"), pause_s + RECOVERY_S) == copy
 
 
 def test_a_copy_that_was_asked_for_is_waited_for() -> None:
-    """An ingress with many copies may need longer to put them than the store is young."""
+    """An ingress with many copies may need longer to put them than the store recovers."""
     store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(PutSessions(["b"], [copy]), 0.0) is OK
     newer = ReportSessions(["a", "b"], [1, 2])
     assert store.handle(newer, 0.0) == ReportReply(["a", "b"], [])
     grow_old(store, 0.0)
-    for key, reply in {"a": YOUNG, "b": YOUNG, "c": UNKNOWN}.items():
-        assert store.handle(ReadSession(key), YOUNG_S) is reply
-    assert store.handle(newer, YOUNG_S) == ReportReply(["a", "b"], []), "the answer was lost"
-    assert store.handle(PutSessions(["a"], [copy]), YOUNG_S) is OK
-    assert store.handle(ReadSession("a"), YOUNG_S) == copy
-    now_s = YOUNG_S
+    for key, reply in {"a": RECOVERING, "b": RECOVERING, "c": UNKNOWN}.items():
+        assert store.handle(ReadSession(key), RECOVERY_S) is reply
+    assert store.handle(newer, RECOVERY_S) == ReportReply(["a", "b"], []), "the answer was lost"
+    assert store.handle(PutSessions(["a"], [copy]), RECOVERY_S) is OK
+    assert store.handle(ReadSession("a"), RECOVERY_S) == copy
+    now_s = RECOVERY_S
     while now_s < WANTED_S:
         now_s += REPORT_S
         found = store.handle(ReadSession("b"), now_s)

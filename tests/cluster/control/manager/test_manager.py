@@ -354,16 +354,16 @@ def test_engines_whose_group_does_not_step_are_not_said_to_serve(state: str) -> 
     run(scenario, data=2)
 
 
-@pytest.mark.parametrize("trouble", ["silent", "gone"])
-def test_describe_gives_what_was_known_while_the_coordinator_is_away(trouble) -> None:
+@pytest.mark.parametrize("outage", ["silent", "gone"])
+def test_describe_gives_what_was_known_while_the_coordinator_is_away(outage) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = await harness.manager.describe()
-        setattr(harness.coordinator, trouble, True)
+        setattr(harness.coordinator, outage, True)
         meanwhile = await harness.manager.describe()
         assert "does not answer" in meanwhile["coordinator"]["error"]
         assert {**meanwhile, "coordinator": before["coordinator"]} == before
-        setattr(harness.coordinator, trouble, False)
+        setattr(harness.coordinator, outage, False)
         assert await harness.manager.describe() == before
 
     run(scenario, data=2)

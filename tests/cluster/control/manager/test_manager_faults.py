@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from swell.cluster.control.plan.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S
+from swell.cluster.control.plan.backoff import EARLY_DEATH_S, MAX_DEATHS, MAX_FAILURES
 from swell.cluster.control.ray.actor_errors import ActorDied
 from swell.coordinator.roster import Member
 from tests.cluster.control.fake_manager import (
@@ -228,7 +228,7 @@ def test_all_engines_may_die_together_and_again() -> None:
                 harness.placement.kill_engine(rank)
             await harness.settle()
             assert harness.active == [0, 1]
-            await asyncio.sleep(YOUNG_S)
+            await asyncio.sleep(EARLY_DEATH_S)
 
     run(scenario, data=2)
 
@@ -276,7 +276,7 @@ def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly(
         described = await harness.manager.describe()
         assert (described["state"], described["target"]) == ("degraded", 2)
         assert described["rescale"]["failures"] == 6
-        await asyncio.sleep(2 * YOUNG_S)
+        await asyncio.sleep(2 * EARLY_DEATH_S)
         assert harness.active == [0, 1], "it was tried again"
         assert (harness.manager.phase, harness.manager.error) == ("idle", None)
         assert (await harness.manager.describe())["state"] == "serving"

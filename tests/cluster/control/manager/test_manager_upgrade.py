@@ -204,13 +204,13 @@ def test_an_application_that_is_deployed_again_is_upgraded() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.lose_manager()
-        harness.identity = "other"
+        harness.config_hash = "other"
         harness.manager = harness.another()
         assert await watched(harness, harness.start()) == (2, 3)
         assert harness.versions == [NEW] * 2
         harness.placement.broken = {"3-third"}
         await harness.lose_manager()
-        harness.identity = "third"
+        harness.config_hash = "third"
         harness.manager = harness.another()
         assert (await watched(harness, harness.start()))[0] == 2
         assert harness.versions == [NEW] * 2
@@ -230,7 +230,7 @@ def test_a_configuration_that_never_served_is_replaced_outright() -> None:
         await asyncio.sleep(3 * START_S)
         assert harness.active == []
         await harness.lose_manager()
-        harness.identity = "other"
+        harness.config_hash = "other"
         harness.manager = harness.another()
         await harness.start()
         assert harness.versions == [NEW] * 2

@@ -16,12 +16,12 @@ from swell.cluster.control.plan.upgrade import UpgradeRefused, begin, take_over
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.upgrade_check import (
     ModelFileReads,
-    family_of,
+    cluster_id_of,
     upgraded,
-    version_identity,
+    version_hash,
     with_model_of,
 )
-from swell.configs.identity import identity
+from swell.configs.config_hash import config_hash
 from swell.configs.schema import Config, load
 
 
@@ -62,8 +62,8 @@ def test_weights_and_limits_change_and_all_else_stays(model: Path, tmp_path: Pat
     assert (merged.model.max_model_len, merged.scheduler.max_rows) == (99, 3)
     assert merged.serve == running.serve and merged.cluster == running.cluster
     assert kept == ["parallel.data", "serve.port", "cluster.min_engines"]
-    assert identity(merged) != identity(running)
-    assert family_of(merged) == family_of(running)
+    assert config_hash(merged) != config_hash(running)
+    assert cluster_id_of(merged) == cluster_id_of(running)
 
 
 def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
@@ -78,22 +78,22 @@ def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
 def test_the_configuration_that_runs_is_refused_however_it_was_given(
     model: Path, was: str, wanted: str
 ) -> None:
-    """The manager stores the configuration with the resolved device, and under its identity as
+    """The manager stores the configuration with the resolved device, and under its hash as
     given."""
     deployed, on_cpus = configured(model, model__device=was), {"CPU": 8.0}
-    state = take_over(UpgradeRecord(), identity(deployed), resolve_device(deployed, on_cpus))
+    state = take_over(UpgradeRecord(), config_hash(deployed), resolve_device(deployed, on_cpus))
     running = state.record.get(state.record.wanted).config
     given, _ = upgraded(running, settings(model, model__device=wanted))
     config = resolve_device(given, on_cpus)
-    name = version_identity(given, config, state.record.versions)
+    name = version_hash(given, config, state.record.versions)
     with pytest.raises(UpgradeRefused, match="has this configuration already"):
         begin(state, name, config, ())
     other, _ = upgraded(running, settings(model, model__device=wanted, scheduler__max_rows=3))
     config = resolve_device(other, on_cpus)
-    name = version_identity(other, config, state.record.versions)
+    name = version_hash(other, config, state.record.versions)
     state = begin(state, name, config, ())
-    assert name == identity(other), "the same file of Serve deploys it without a change"
-    name = version_identity(given, resolve_device(given, on_cpus), state.record.versions)
+    assert name == config_hash(other), "the same file of Serve deploys it without a change"
+    name = version_hash(given, resolve_device(given, on_cpus), state.record.versions)
     cancelled = begin(state, name, resolve_device(given, on_cpus), ())
     assert cancelled.record.phase == "cancelling"
 
@@ -130,7 +130,7 @@ def test_another_tokenizer_is_refused_by_the_names_of_its_files(
     other = make_model(tmp_path / "other", **change)
     with pytest.raises(UpgradeRefused, match=f"{text} of {other} differ"):
         upgraded(configured(model), settings(other))
-    assert family_of(configured(model)) != family_of(configured(other, model__name="model"))
+    assert cluster_id_of(configured(model)) != cluster_id_of(configured(other, model__name="model"))
 
 
 def test_another_hidden_size_is_refused_where_prompts_are_embeddings(
@@ -152,9 +152,9 @@ def test_what_cannot_be_read_is_refused(model: Path) -> None:
 
 def test_engines_that_share_experts_have_one_version(model: Path) -> None:
     one, other = (configured(model, parallel__expert=True, model__seed=seed) for seed in (1, 2))
-    assert family_of(one) != family_of(other)
+    assert cluster_id_of(one) != cluster_id_of(other)
     one, other = (configured(model, model__seed=seed) for seed in (1, 2))
-    assert family_of(one) == family_of(other)
+    assert cluster_id_of(one) == cluster_id_of(other)
 
 
 def test_other_limits_of_engines_that_share_experts_are_refused_with_the_way_out(
@@ -180,7 +180,9 @@ def test_what_only_ingresses_read_of_the_model_is_as_it_was_deployed(model: Path
     """A redeployment through Serve changes such keys without new engines."""
     before = configured(model)
     after = configured(model, model__special_tokens_in_text="control")
-    assert identity(after) == identity(before) and family_of(after) == family_of(before)
+    assert config_hash(after) == config_hash(before) and cluster_id_of(after) == cluster_id_of(
+        before
+    )
     assert with_model_of(after, before).model.special_tokens_in_text == "control"
     with pytest.raises(UpgradeRefused, match="special_tokens_in_text"):
         upgraded(before, settings(model, model__special_tokens_in_text="control"))
@@ -262,7 +264,7 @@ def test_files_that_hang_hold_up_neither_the_manager_nor_other_upgrades(model: P
         for _ in range(4):
             with pytest.raises(UpgradeRefused, match="not read within"):
                 await reads.run(hang, running, None)
-        with pytest.raises(UpgradeRefused, match="under way"):
+        with pytest.raises(UpgradeRefused, match="in progress"):
             await reads.run(hang, running, None)
         assert await ModelFileReads().run(lambda one, _: (one, []), running, None) == (running, [])
 

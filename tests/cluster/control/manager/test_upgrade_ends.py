@@ -205,9 +205,9 @@ def test_versions_in_use_are_remembered_however_many_are_requested() -> None:
     run(scenario)
 
 
-def requested(state: UpgradeState, *identities: str) -> UpgradeState:
-    for identity in identities:
-        state = begin(state, identity, CONFIG, [v.name for v in state.record.versions][-1:])
+def requested(state: UpgradeState, *hashes: str) -> UpgradeState:
+    for config_hash in hashes:
+        state = begin(state, config_hash, CONFIG, [v.name for v in state.record.versions][-1:])
     return state
 
 

@@ -126,7 +126,7 @@ class Model:
     def _checkpoint(state: Any) -> ClusterCheckpoint:
         change, paused, served = state.change, state.pause_requested, state.has_served
         desired = DesiredState("owner", change.target, paused, served, data=1)
-        return ClusterCheckpoint(desired, "identity")
+        return ClusterCheckpoint(desired, "id")
 
     # ------------------------------------------------------------------ required moves
 

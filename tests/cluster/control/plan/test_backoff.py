@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.control.plan.backoff import MAX_DEATHS, MAX_FAILURES, YOUNG_S, Backoff
+from swell.cluster.control.plan.backoff import EARLY_DEATH_S, MAX_DEATHS, MAX_FAILURES, Backoff
 
 
 def test_waits_double_from_nothing() -> None:
@@ -26,17 +26,17 @@ def test_the_first_replacement_starts_at_once() -> None:
     assert backoff.wait_s(0, 5.0) == 0.5
 
 
-def test_engines_that_die_young_are_a_trouble_although_each_start_succeeds() -> None:
+def test_engines_that_die_early_are_reported_although_each_start_succeeds() -> None:
     backoff = Backoff()
     for death in range(MAX_DEATHS + 1):
-        assert not backoff.exhausted(0) and backoff.trouble([], 0.0) is None
+        assert not backoff.exhausted(0) and backoff.worst_missing_engine([], 0.0) is None
         backoff = backoff.started(0)
         backoff = backoff.died(0, 1.0, 10.0 * death, "no memory")
-    trouble = backoff.trouble([], 10.0 * MAX_DEATHS)
-    assert backoff.exhausted(0) and trouble is not None
+    missing = backoff.worst_missing_engine([], 10.0 * MAX_DEATHS)
+    assert backoff.exhausted(0) and missing is not None
     for part in ("engine 0 dies again", f"{MAX_DEATHS + 1} times", "no memory", "again in 8 s"):
-        assert part in str(trouble)
-    assert backoff.trouble([0], 10.0 * MAX_DEATHS) is None, "it lives"
+        assert part in str(missing)
+    assert backoff.worst_missing_engine([0], 10.0 * MAX_DEATHS) is None, "it lives"
 
 
 def test_no_rank_is_ever_given_up_and_waits_have_a_limit() -> None:
@@ -53,31 +53,33 @@ def test_an_engine_that_lived_clears_what_was_before() -> None:
     backoff = Backoff()
     for _ in range(MAX_DEATHS):
         backoff = backoff.died(0, 1.0, 0.0)
-    backoff = backoff.died(0, YOUNG_S, 1.0)
+    backoff = backoff.died(0, EARLY_DEATH_S, 1.0)
     assert backoff.wait_s(0, 1.0) == 0.0
     for _ in range(50):
         backoff = backoff.died(0, 1.0, 2.0)
-        backoff = backoff.died(0, YOUNG_S, 2.0)
+        backoff = backoff.died(0, EARLY_DEATH_S, 2.0)
         assert not backoff.exhausted(0) and backoff.wait_s(0, 2.0) == 0.0
 
 
-def test_failed_starts_are_a_trouble_and_one_success_forgets_them() -> None:
+def test_failed_starts_are_reported_and_one_success_forgets_them() -> None:
     backoff = Backoff()
     for _ in range(MAX_FAILURES - 1):
         backoff = backoff.failed(0, 0.0, "no room")
-    trouble = backoff.trouble([], 0.0)
-    assert not backoff.exhausted(0) and str(trouble) == "no room"
+    missing = backoff.worst_missing_engine([], 0.0)
+    assert not backoff.exhausted(0) and str(missing) == "no room"
     backoff = backoff.started(0)
     backoff = backoff.failed(0, 0.0)
     assert not backoff.exhausted(0)
     for _ in range(MAX_FAILURES - 1):
         backoff = backoff.failed(0, 0.0, "no room")
     assert backoff.exhausted(0)
-    assert str(backoff.trouble([], 0.0)) == "no room (tried 5 times; tried again in 4 s)"
-    assert str(backoff.trouble([], 9.0)) == "no room (tried 5 times; tried again now)"
+    assert (
+        str(backoff.worst_missing_engine([], 0.0)) == "no room (tried 5 times; tried again in 4 s)"
+    )
+    assert str(backoff.worst_missing_engine([], 9.0)) == "no room (tried 5 times; tried again now)"
 
 
-def test_what_cannot_succeed_is_a_trouble_at_once_and_tried_again_all_the_same() -> None:
+def test_what_cannot_succeed_is_reported_at_once_and_tried_again_all_the_same() -> None:
     backoff = Backoff()
     backoff = backoff.failed(0, 0.0, "no such model", permanent=True)
     assert backoff.exhausted(0) and backoff.wait_s(0, 0.0) == 4.0

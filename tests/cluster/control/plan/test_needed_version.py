@@ -86,12 +86,12 @@ class Ingress:
         return self.harness.coordinator.roster.members
 
 
-async def upgraded(harness: ManagerHarness, *identities: str) -> Ingress:
+async def upgraded(harness: ManagerHarness, *hashes: str) -> Ingress:
     """Upgrades to these versions in turn, so that all engines have the newest, and limits the
     capacity to the current number of engines. Returns the ingress."""
     await harness.start()
-    for identity in identities:
-        await harness.upgrade(identity)
+    for config_hash in hashes:
+        await harness.upgrade(config_hash)
         await harness.settle()
     harness.placement.capacity = len(harness.active)
     ingress = Ingress(harness)

@@ -16,7 +16,7 @@ from swell.coordinator.manager_state import DesiredState
 from swell.coordinator.transport.runtime import ThreadRuntime
 from tests.cluster.control.ray.fake_ray import FakeRay
 
-IDENTITY = "configuration"
+CLUSTER_ID = "configuration"
 
 
 class SlowRay(FakeRay):
@@ -36,8 +36,8 @@ class SlowRay(FakeRay):
         return await super().kv_put(key, value, overwrite=overwrite)
 
 
-def writer(ray: FakeRay, identity: str = IDENTITY) -> CheckpointWriter:
-    return CheckpointWriter(CheckpointStore("swell-app", identity, ray), 1, ThreadRuntime())
+def writer(ray: FakeRay, cluster_id: str = CLUSTER_ID) -> CheckpointWriter:
+    return CheckpointWriter(CheckpointStore("swell-app", cluster_id, ray), 1, ThreadRuntime())
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:
@@ -47,7 +47,7 @@ async def save(manager: CheckpointWriter, target: int) -> bool:
 
 
 async def newest(ray: FakeRay) -> ClusterCheckpoint:
-    return await CheckpointStore("swell-app", IDENTITY, ray).read()
+    return await CheckpointStore("swell-app", CLUSTER_ID, ray).read()
 
 
 Scenario = Callable[[SlowRay], Awaitable[None]]
@@ -110,7 +110,7 @@ def test_managers_that_take_over_at_once_have_one_leader(run) -> None:
 
 def test_applications_are_apart_and_are_forgotten_whole(run) -> None:
     async def scenario(ray: SlowRay) -> None:
-        manager, other = writer(ray), CheckpointStore("swell-app-2", IDENTITY, ray)
+        manager, other = writer(ray), CheckpointStore("swell-app-2", CLUSTER_ID, ray)
         await save(manager, 2)
         await other.take_over(ClusterCheckpoint(DesiredState(target=7)))
         await manager.clear()

@@ -220,7 +220,7 @@ def test_the_store_is_asked_ever_more_slowly() -> None:
         store.away = False
         await asyncio.sleep(15)
         assert confirming.done()
-        assert writer.trouble is None
+        assert writer.error is None
 
     in_virtual_time(scenario)
 

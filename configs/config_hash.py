@@ -1,5 +1,5 @@
-"""The identity of a configuration: the manager adopts a running engine only if the identity of its
-configuration is the same."""
+"""Hashes of a configuration. The manager adopts a running engine only if the hash of its
+configuration is the same; two configurations with one cluster id are versions of one cluster."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
 ingresses depend on all other keys."""
 
 
-def identity(config: Config) -> str:
+def config_hash(config: Config) -> str:
     """Returns a hash of all keys that engines depend on. Compute it from the configuration as the
     user wrote it: `model.device=auto` may resolve differently after a node has joined."""
     data = msgspec.to_builtins(config)
@@ -75,15 +75,15 @@ def versioned_keys() -> frozenset[str]:
     return frozenset(f"{section}.{key}" for section, keys in _OF_VERSIONS.items() for key in keys)
 
 
-def family(config: Config, text_digest: str) -> str:
+def cluster_id(config: Config, text_digest: str) -> str:
     """Returns a hash of everything that no upgrade changes. `text_digest` is a digest of the files
-    by which ingresses read and write text. Another configuration of the same family is a new
+    by which ingresses read and write text. Another configuration with the same cluster id is a new
     version of the same cluster. Engines that share experts form one group, so they cannot run two
-    versions: their family is the identity."""
+    versions: their cluster id is the hash of the whole configuration."""
     data = msgspec.to_builtins(config)
     data["model"]["name"] = config.model.served_name
     if config.parallel.expert:
-        return identity(config)
+        return config_hash(config)
     del data["serve"], data["autoscaling"]
     for section, keys in _OF_VERSIONS.items():
         for key in keys:

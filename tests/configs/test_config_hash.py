@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swell.configs import identity as module
-from swell.configs.identity import identity
+from swell.configs import config_hash as module
+from swell.configs.config_hash import config_hash
 from swell.configs.schema import Config, load
 
 SAME = {
@@ -42,12 +42,12 @@ def base(**overrides: object) -> Config:
 
 @pytest.mark.parametrize("key", SAME)
 def test_keys_that_no_engine_reads_keep_the_engines(key: str) -> None:
-    assert identity(base(**{key: SAME[key]})) == identity(base())
+    assert config_hash(base(**{key: SAME[key]})) == config_hash(base())
 
 
 @pytest.mark.parametrize("key", OTHER)
 def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
-    assert identity(base(**{key: OTHER[key]})) != identity(base())
+    assert config_hash(base(**{key: OTHER[key]})) != config_hash(base())
 
 
 def test_all_keys_count_except_named_ones() -> None:
@@ -61,7 +61,7 @@ def test_all_keys_count_except_named_ones() -> None:
         for key in part.__struct_fields__:
             changed = msgspec.structs.replace(part, **{key: "something else"})
             other = msgspec.structs.replace(config, **{section: changed})
-            same = identity(other) == identity(config)
+            same = config_hash(other) == config_hash(config)
             assert same == (f"{section}.{key}" in free), f"{section}.{key}"
 
 
