@@ -34,6 +34,7 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.cluster.control.plan.room import resolve_device
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.ray.http_port import claim_port, listening_host, with_host, with_port
 from swell.cluster.control.ray.ray_cluster import RayCluster
@@ -124,11 +125,14 @@ class ManagerDeployment:
         self._checkpoints = CheckpointStore(namespace, cluster_id, cluster)
         self._resources = cluster.total_resources
         config = resolve_device(config, self._resources())
-        self._coordinator = CoordinatorHandle(config, namespace, self._checkpoints, cluster)
-        placement = Placement(config, namespace, self._coordinator, cluster, runtime)
-        self._manager = ClusterManager(
-            config, self._coordinator, placement, self._checkpoints, runtime, given
+        writer = CheckpointWriter(self._checkpoints, config, runtime)
+        self._coordinator = CoordinatorHandle(
+            config, namespace, self._checkpoints, cluster, writer.manager_id
         )
+        placement = Placement(
+            config, namespace, self._coordinator, cluster, runtime, writer.confirm_leader
+        )
+        self._manager = ClusterManager(config, self._coordinator, placement, writer, runtime, given)
         await self._manager.start()
         watch("the manager", config.cluster.stall_timeout_s)
 

@@ -249,9 +249,9 @@ async def run_with_server(config: str, port: int) -> None:
             record = await run_demo(url)
     except TimeoutError:
         raise DemoFailed(f"not done after {_TOTAL_S:g} s") from None
-    except (DemoFailed, ServerError) as failure:
+    except (DemoFailed, ServerError) as error:
         lines = "\n".join(f"  | {line}" for line in server.last_lines)
-        raise DemoFailed(f"{failure}; the server's last lines:\n{lines}") from None
+        raise DemoFailed(f"{error}; the server's last lines:\n{lines}") from None
     finally:
         failure = await server.stop()
     print_summary(record)

@@ -35,7 +35,6 @@ class Elasticity:
         start."""
         self._config, self._fleet, self._placement = config, fleet, placement
         self._wanted = wanted
-        placement.on_waiting = fleet.on_change
         limits = config.cluster
         self._autoscaler = Autoscaler(
             config.autoscaling,

@@ -26,6 +26,7 @@ from swell.cluster.control.elasticity import Elasticity
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.engines.roster_check import RosterCheck
 from swell.cluster.control.plan import control_state
 from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
@@ -37,7 +38,6 @@ from swell.cluster.control.plan.control_state import (
     StartFailure,
 )
 from swell.cluster.control.plan.fleet_view import Intent
-from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.upgrader import Upgrader
@@ -66,7 +66,7 @@ class ClusterManager:
         config: Config,
         coordinator: CoordinatorHandle,
         placement: Placement,
-        checkpoints: CheckpointStore,
+        checkpoints: CheckpointWriter,
         runtime: Runtime,
         config_hash: str,
     ) -> None:
@@ -74,13 +74,11 @@ class ClusterManager:
         self._limits = config.cluster
         self._coordinator = coordinator
         self._placement = placement
-        self._checkpoints = CheckpointWriter(checkpoints, config.parallel.data, runtime)
-        coordinator.manager_id = self._checkpoints.manager_id
+        self._checkpoints = checkpoints
         self._lifecycle_lock = asyncio.Lock()
         """Held during `start` and during `stop`."""
         self._scale_lock = asyncio.Lock()
         """Held until it is known whether there is room, so that requests take effect in order."""
-        placement.may_end = partial(self._checkpoints.confirm_leader, self._limits.stall_timeout_s)
         self._wake = asyncio.Event()
         self._fleet = Fleet(
             config.cluster,
@@ -90,6 +88,8 @@ class ClusterManager:
             self._on_death,
             on_change=self._wake.set,
         )
+        stall_s = self._limits.stall_timeout_s
+        self._roster_check = RosterCheck(self._fleet, coordinator, placement, stall_s)
         self.upgrader = Upgrader(config_hash, config, self._fleet, placement)
         self._elasticity = Elasticity(
             config, self._fleet, placement, lambda: (self.target, self.upgrader.wanted.config)
@@ -411,6 +411,6 @@ class ClusterManager:
             await self._coordinator.pause()
         if not self.pause_requested and now.view.reports.state == "paused":
             await self._coordinator.resume()
-        await self._fleet.roster_check.compare(now)
+        await self._roster_check.compare(now)
         if (wanted := self._elasticity.follow_load(now, self._state)) is not None:
             self._begin(wanted)

@@ -17,6 +17,7 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ChangeStage, ControlState
 from swell.cluster.control.ray.actor_errors import ActorError
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId
@@ -298,13 +299,19 @@ class SimManager:
         self.process = process
         ray, runtime = SimRay(plane.ray, process), SimRuntime(process, plane.net)
         checkpoints = CheckpointStore(NAMESPACE, CLUSTER_ID, ray)
-        self._coordinator = CoordinatorHandle(plane.config, NAMESPACE, checkpoints, ray)
-        placement = Placement(plane.config, NAMESPACE, self._coordinator, ray, runtime)
+        config = with_weights(plane.config, plane.deployed)
+        writer = CheckpointWriter(checkpoints, config, runtime)
+        self._coordinator = CoordinatorHandle(
+            plane.config, NAMESPACE, checkpoints, ray, writer.manager_id
+        )
+        placement = Placement(
+            plane.config, NAMESPACE, self._coordinator, ray, runtime, writer.confirm_leader
+        )
         self.manager = ObservedManager(
-            with_weights(plane.config, plane.deployed),
+            config,
             self._coordinator,
             placement,
-            checkpoints,
+            writer,
             runtime,
             config_hash(plane.deployed),
         )

@@ -14,7 +14,6 @@ from swell.cluster.control.engines.batches import in_batches
 from swell.cluster.control.engines.drain import Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed, WeightsRefused
 from swell.cluster.control.engines.placement import Placement
-from swell.cluster.control.engines.roster_check import RosterCheck
 from swell.cluster.control.engines.task_set import TaskSet
 from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
@@ -65,7 +64,6 @@ class Fleet:
         """The engines of `starting` that the next `take_reloading` returns."""
         self._log = StructuredLogger("cluster.fleet")
         self.tasks = TaskSet(self._log, on_change)
-        self.roster_check = RosterCheck(self, coordinator, placement, config.stall_timeout_s)
 
     @property
     def handles(self) -> list[EngineHandle]:
@@ -205,7 +203,7 @@ class Fleet:
         """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
         if handle.leaving:
             return
-        handle.starting = asyncio.create_task(self._placement.start(handle))
+        handle.starting = asyncio.create_task(self._placement.start(handle, self.on_change))
         try:
             await handle.starting
         except asyncio.CancelledError:

@@ -63,8 +63,11 @@ class Placement:
         coordinator: CoordinatorHandle,
         ray: RayPort,
         runtime: Runtime,
+        may_end: Callable[[], Awaitable[bool]],
     ) -> None:
-        """`config`: all versions have the same `cluster` section."""
+        """`config`: all versions have the same `cluster` section. `may_end`: called before a
+        hanging engine is terminated. If this manager is cut off from Ray, the engine may serve
+        another manager."""
         self._config = config
         self._namespace = namespace
         self._coordinator = coordinator
@@ -72,13 +75,9 @@ class Placement:
         self._runtime = runtime
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here and not terminated."""
-        self.may_end: Callable[[], Awaitable[bool]] = _always
-        """Called before a hanging engine is terminated: if this manager is cut off from Ray, the
-        engine may serve another manager."""
-        self.on_waiting: Callable[[], None] = _ignore
-        """Called when an engine starts or stops waiting for room."""
+        self.may_end = may_end
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
-        self.orphans = OrphanCollector(ray, namespace, known, lambda: self.may_end(), look_s)
+        self.orphans = OrphanCollector(ray, namespace, known, may_end, look_s)
         self._log = StructuredLogger("cluster.placement")
 
     async def refusal(self, version: Version, engines: int) -> str | None:
@@ -183,9 +182,10 @@ class Placement:
         self._known.add(str(name))
         return EngineHandle(rank, str(name), version)
 
-    async def start(self, handle: EngineHandle) -> None:
+    async def start(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         """Reserve resources, start the processes and load. Raises StartFailed after cleaning up. If
-        cancelled, it leaves everything to the caller, which terminates the engine.
+        cancelled, it leaves everything to the caller, which terminates the engine. `on_waiting` is
+        called when the engine starts or stops waiting for room.
 
         An engine that was adopted while it loaded only has to finish. An engine whose processes run
         another version loads the weights of its new one; if it cannot use them this raises
@@ -195,7 +195,7 @@ class Placement:
         try:
             if handle.actor is None:
                 await self.orphans.collect()
-                await self._reserve(handle)
+                await self._reserve(handle, on_waiting)
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
                 if handle.actor is None:
                     await self._create(handle)
@@ -225,7 +225,7 @@ class Placement:
             raise StartFailed(f"it runs {ready.version}, not {version.name}", permanent=False)
         return ready
 
-    async def _reserve(self, handle: EngineHandle) -> None:
+    async def _reserve(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         assert handle.version is not None
         bundle, count = room.bundles(handle.version.config)
         handle.in_doubt = True
@@ -233,13 +233,13 @@ class Placement:
         handle.in_doubt = False
         try:
             async with asyncio.timeout(self._extra_wait_s(handle)):
-                await self._wait_for_room(handle)
+                await self._wait_for_room(handle, on_waiting)
         except TimeoutError:
             raise NoRoom(handle.waits_for_room or await self._lack(handle)) from None
         finally:
             if handle.waits_for_room is not None:
                 handle.waits_for_room = None
-                self.on_waiting()
+                on_waiting()
 
     def _extra_wait_s(self, handle: EngineHandle) -> float | None:
         """Returns the time limit, if any. An upgrade can continue without an extra engine, and
@@ -247,7 +247,7 @@ class Placement:
         is_apart = handle.is_extra or handle.for_answers
         return self._config.cluster.start_timeout_s if is_apart else None
 
-    async def _wait_for_room(self, handle: EngineHandle) -> None:
+    async def _wait_for_room(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         waits = handle.for_answers or self._config.autoscaling.waits_for_room
         timeout_s = _ROOM_S if waits else _RESERVE_TIMEOUT_S
         while not await self._is_reserved(handle.group, timeout_s, waits):
@@ -257,7 +257,7 @@ class Placement:
             was_known, handle.waits_for_room = handle.waits_for_room is not None, reason
             if not was_known:
                 self._log.warning("waits for room", rank=handle.rank, reason=reason)
-                self.on_waiting()
+                on_waiting()
 
     async def _is_reserved(self, group: Group, timeout_s: float, waits: bool) -> bool:
         try:
@@ -371,14 +371,6 @@ class Placement:
         contact = self._coordinator.contact
         assert contact is not None, "the coordinator is opened first"
         return actor_names.engine_tag(version.weights_lineage, contact.keys.public.hex())
-
-
-async def _always() -> bool:
-    return True
-
-
-def _ignore() -> None:
-    """Does nothing."""
 
 
 def _cancel_watcher(handle: EngineHandle) -> None:

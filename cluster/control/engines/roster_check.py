@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed
+from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.ray.actor_errors import ActorRaised
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.coordinator.roster import MemberState
 from swell.coordinator.service import Membership
-
-if TYPE_CHECKING:
-    from swell.cluster.control.engines.fleet import Fleet
 
 
 class RosterCheck:

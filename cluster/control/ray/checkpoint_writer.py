@@ -12,6 +12,7 @@ from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.configs.runtime.log import StructuredLogger
+from swell.configs.schema import Config
 from swell.coordinator.manager_state import DesiredState, ManagerId
 from swell.coordinator.transport.runtime import Runtime
 
@@ -29,11 +30,11 @@ class CheckpointWriter:
     """The checkpoints of one manager. The manager that took over last leads and writes. All methods
     run in one event loop."""
 
-    def __init__(self, store: CheckpointStore, data: int, runtime: Runtime) -> None:
-        """`data`: `parallel.data`."""
+    def __init__(self, store: CheckpointStore, config: Config, runtime: Runtime) -> None:
         self.owner = f"{runtime.random_bits(_OWNER_BITS):0{_OWNER_BITS // 4}x}"
         self._store = store
-        self._data = data
+        self._data = config.parallel.data
+        self._stall_timeout_s = config.cluster.stall_timeout_s
         self._newest = ClusterCheckpoint()
         """The newest checkpoint that this manager has made."""
         self._saved = ClusterCheckpoint()
@@ -117,10 +118,10 @@ class CheckpointWriter:
         self._log.warning("no checkpoint store", error=f"{type(error).__name__}: {error}")
         return wait_s
 
-    async def confirm_leader(self, settle_s: float) -> bool:
+    async def confirm_leader(self) -> bool:
         """Like `is_leader`, but waits until the store answers. If it did not answer at first, this
-        manager was cut off and may have been replaced, so the owner is read again `settle_s`
-        later."""
+        manager was cut off and may have been replaced, so the owner is read again after
+        `stall_timeout_s`."""
         was_away = False
         while True:
             owner = await self._read_owner()
@@ -131,7 +132,7 @@ class CheckpointWriter:
             if not was_away:
                 return owner in ("", self.owner)
             was_away = False
-            await asyncio.sleep(settle_s)
+            await asyncio.sleep(self._stall_timeout_s)
 
     def make(
         self, desired: DesiredState, upgrade: UpgradeRecord, drains: tuple[DrainRecord, ...]

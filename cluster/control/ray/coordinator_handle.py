@@ -40,8 +40,14 @@ class CoordinatorHandle:
     name."""
 
     def __init__(
-        self, config: Config, namespace: str, checkpoints: CheckpointStore, ray: RayPort
+        self,
+        config: Config,
+        namespace: str,
+        checkpoints: CheckpointStore,
+        ray: RayPort,
+        manager_id: Callable[[], ManagerId],
     ) -> None:
+        """`manager_id`: returns the manager that sends these commands."""
         self.name = f"coordinator-{checkpoints.cluster_id}"
         """Name of its actor. Engines with another configuration have another coordinator."""
         self._config = config
@@ -57,8 +63,7 @@ class CoordinatorHandle:
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
-        self.manager_id: Callable[[], ManagerId] = ManagerId
-        """Returns the manager that sends these commands."""
+        self._manager_id = manager_id
 
     @property
     def pid(self) -> int | None:
@@ -96,10 +101,10 @@ class CoordinatorHandle:
         """Add members. Returns when each one is in the roster or has been refused: why, by rank. If
         the coordinator is lost meanwhile, they join its successor. Raises `ActorError` for a rank
         that is taken. Like all methods that change the roster, raises NotLeading if a manager other
-        than `manager_id` leads."""
+        than this one leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
         result: JoinResult = await self._call_successors(
-            lambda: self._send("join", members, limit_s, self.manager_id()), limit_s
+            lambda: self._send("join", members, limit_s, self._manager_id()), limit_s
         )
         joined = [rank for rank in ranks if rank not in result.refused]
         self._log.info("joined", epoch=result.roster.epoch, ranks=joined, refused=result.refused)
@@ -107,11 +112,11 @@ class CoordinatorHandle:
 
     async def leave(self, ranks: list[int]) -> int:
         """Mark engines as leaving. Returns the epoch of a roster that says so."""
-        call = self._send("leave", ranks, self.manager_id())
+        call = self._send("leave", ranks, self._manager_id())
         return (await self._change_roster("leaving", ranks, call)).epoch
 
     async def cancel_leave(self, ranks: list[int]) -> None:
-        call = self._send("cancel_leave", ranks, self.manager_id())
+        call = self._send("cancel_leave", ranks, self._manager_id())
         await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
@@ -119,12 +124,12 @@ class CoordinatorHandle:
         under which they were found idle; the coordinator removes none of them if it has a newer
         roster."""
         limit_s = self._config.cluster.start_timeout_s
-        call = self._send("detach", ranks, limit_s, self.manager_id(), idle_epoch)
+        call = self._send("detach", ranks, limit_s, self._manager_id(), idle_epoch)
         return await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int]) -> None:
         await self._change_roster(
-            "removed", ranks, self._send("remove_failed", ranks, self.manager_id())
+            "removed", ranks, self._send("remove_failed", ranks, self._manager_id())
         )
 
     async def _change_roster(
@@ -135,10 +140,10 @@ class CoordinatorHandle:
         return roster
 
     async def pause(self) -> None:
-        await self._call_as_manager(self._send("pause", self.manager_id()))
+        await self._call_as_manager(self._send("pause", self._manager_id()))
 
     async def resume(self) -> None:
-        await self._call_as_manager(self._send("resume", self.manager_id()))
+        await self._call_as_manager(self._send("resume", self._manager_id()))
 
     async def _call_as_manager(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
         try:

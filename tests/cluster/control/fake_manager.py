@@ -23,6 +23,7 @@ from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import UpgradeStage, Version
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.configs.schema import load
 from swell.coordinator import roster
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
@@ -78,7 +79,7 @@ class FakeCoordinator:
 
     contact = None
     pid = 77
-    manager_id = staticmethod(ManagerId)
+    manager_id: Callable[[], ManagerId] = staticmethod(ManagerId)
 
     def __init__(self, events: list[tuple[str, list[int]]]) -> None:
         self.events = events
@@ -266,7 +267,6 @@ class FakePlacement:
         self.room = 1000
         self.waits_for_room = False
         """Whether an engine beyond `capacity` waits instead of failing."""
-        self.on_waiting: Callable[[], None] = lambda: None
         self.nodes: dict[int, str] = {}
         """Rank -> the node of its engine. The other engines are on `node`."""
         self.draining: dict[str, float] = {}
@@ -342,11 +342,11 @@ class FakePlacement:
         self._known.add(name)
         return EngineHandle(rank, name, version)
 
-    async def start(self, handle: EngineHandle) -> None:
+    async def start(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         self.starting += 1
         self.max_starting = max(self.max_starting, self.starting)
         try:
-            await self._start(handle)
+            await self._start(handle, on_waiting)
         except (asyncio.CancelledError, WeightsRefused):
             raise
         except BaseException:
@@ -355,12 +355,12 @@ class FakePlacement:
         finally:
             self.starting -= 1
 
-    async def _start(self, handle: EngineHandle) -> None:
+    async def _start(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         if handle.name not in self.groups:
             self._note("start", [handle.rank])
             self._end_orphans()
-            await self._reserve(handle)
+            await self._reserve(handle, on_waiting)
             self.place(handle, loop.time() + START_S + self.slow_s.get(handle.rank, 0.0))
         process = self.processes.get(handle.name)
         if process is not None and process.version != handle.version_name:
@@ -390,7 +390,7 @@ class FakePlacement:
             assert handle.previous is not None and handle.previous.name == own
             raise WeightsRefused("its weights do not load", handle.previous)
 
-    async def _reserve(self, handle: EngineHandle) -> None:
+    async def _reserve(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         reason, clock = f"no room for engine {handle.rank}", asyncio.get_running_loop().time
         is_apart, until = handle.is_extra or handle.for_answers, clock() + WAIT_FOR_ROOM_S
         waits = self.waits_for_room or handle.for_answers
@@ -399,12 +399,12 @@ class FakePlacement:
                 if not waits or (is_apart and clock() > until):
                     raise NoRoom(reason)
                 handle.waits_for_room = reason
-                self.on_waiting()
+                on_waiting()
                 await asyncio.sleep(1.0)
         finally:
             if handle.waits_for_room is not None:
                 handle.waits_for_room = None
-                self.on_waiting()
+                on_waiting()
 
     def place(self, handle: EngineHandle, ready_at: float) -> None:
         """Creates the process of an engine, which begins to load."""
@@ -542,13 +542,13 @@ class ManagerHarness:
         self.manager = self.another()
 
     def another(self) -> ClusterManager:
+        """Creates a manager. From now on, coordinator and placement work for it."""
+        runtime = VirtualRuntime()
+        writer = CheckpointWriter(self.checkpoints, self.config, runtime)
+        self.coordinator.manager_id = writer.manager_id
+        self.placement.may_end = writer.confirm_leader
         return ClusterManager(
-            self.config,
-            self.coordinator,
-            self.placement,
-            self.checkpoints,
-            VirtualRuntime(),
-            self.config_hash,
+            self.config, self.coordinator, self.placement, writer, runtime, self.config_hash
         )
 
     async def upgrade(self, config_hash: str) -> None:

@@ -22,13 +22,16 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
         table.has_room, table.room_after = False, 3 if enabled else None
         reasons: list[str | None] = []
         handle = ours.plan(0, VERSION)
-        ours.on_waiting = lambda: reasons.append(handle.waits_for_room)
+
+        def note() -> None:
+            reasons.append(handle.waits_for_room)
+
         table.created = says(0, 1)
         if not enabled:
             with pytest.raises(StartFailed, match="no room for engine 0"):
-                await ours.start(handle)
+                await ours.start(handle, note)
             return
-        await ours.start(handle)
+        await ours.start(handle, note)
         assert reasons[0] is not None and "it needs" in reasons[0]
         assert reasons[1:] == [None], "said once, and taken back"
         assert len(table.created_groups) == 1, "the group that Ray sees is never withdrawn"
@@ -47,12 +50,15 @@ def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
         handle, late = ours.plan(0, VERSION), ours.plan(1, VERSION)
         handle.for_answers = late.for_answers = True
         reasons: list[str | None] = []
-        ours.on_waiting = lambda: reasons.append(handle.waits_for_room)
-        await ours.start(handle)
+
+        def note() -> None:
+            reasons.append(handle.waits_for_room)
+
+        await ours.start(handle, note)
         assert reasons[0] is not None and reasons[-1] is None
         table.room_after = 10**9
         with pytest.raises(NoRoom, match="no room for engine 1"):
-            await ours.start(late)
+            await ours.start(late, note)
 
     asyncio.run(scenario())
 

@@ -101,7 +101,17 @@ def made(coordinator: FakeCoordinator, ray: FakeRay, **settings: object) -> Plac
         coordinator,  # type: ignore[arg-type]
         ray,
         ThreadRuntime(),
+        always,
     )
+
+
+async def always() -> bool:
+    """Lets this manager terminate engines."""
+    return True
+
+
+def ignore() -> None:
+    """Does nothing when an engine waits for room."""
 
 
 def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Table) -> None:
@@ -214,7 +224,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_why(
         handle = ours.plan(3, VERSION)
         table.created = error
         with pytest.raises(StartFailed, match=text) as caught:
-            await ours.start(handle)
+            await ours.start(handle, ignore)
         assert caught.value.permanent == permanent
         assert table.ended == [handle.name, handle.name], "the actor and its group"
 
@@ -227,7 +237,7 @@ def test_a_start_without_room_says_what_is_free(table: Table) -> None:
         handle = ours.plan(3, VERSION)
         table.resources, table.has_room = {"CPU": 0.25}, False
         with pytest.raises(StartFailed, match=r"no room for engine 3: .* free: 0.25 CPU") as caught:
-            await ours.start(handle)
+            await ours.start(handle, ignore)
         assert not caught.value.permanent and handle.actor is None
         assert table.ended == [handle.name]
         assert "50 workers need 0.5 CPU" in (await ours.refusal(VERSION, 50) or "")
@@ -278,13 +288,13 @@ def test_workers_that_must_share_a_host_share_a_bundle(
         assert await ours.refusal(version, 1) is None
         table.has_room = False
         with pytest.raises(StartFailed):
-            await ours.start(ours.plan(0, version))
+            await ours.start(ours.plan(0, version), ignore)
         assert table.created_groups == [(bundle, count)]
         if bundle["GPU"] > 1:
             table.nodes = [{"GPU": bundle["GPU"] - 1}] * (2 * count) + [{"CPU": 4.0}]
             assert "must share a host" in (await ours.refusal(version, 1) or "")
             with pytest.raises(StartFailed, match="must share a host") as caught:
-                await ours.start(ours.plan(0, version))
+                await ours.start(ours.plan(0, version), ignore)
             assert not caught.value.permanent, "a host may join"
 
     asyncio.run(scenario())

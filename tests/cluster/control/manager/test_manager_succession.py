@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import pytest
 
@@ -477,7 +476,7 @@ def test_a_manager_that_has_not_seen_its_successor_ends_nothing_that_starts() ->
         first, harness.manager = harness.manager, harness.another()
         await first._fleet.tasks.cancel()
         await harness.start()
-        harness.placement.may_end = partial(first._checkpoints.confirm_leader, 0.0)
+        harness.placement.may_end = first._checkpoints.confirm_leader
         await first.scale(1)
         with pytest.raises(ScaleRefused, match="taken over"):
             await first.save()

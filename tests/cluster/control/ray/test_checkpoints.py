@@ -12,11 +12,13 @@ from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.configs.schema import load
 from swell.coordinator.manager_state import DesiredState
 from swell.coordinator.transport.runtime import ThreadRuntime
 from tests.cluster.control.ray.fake_ray import FakeRay
 
 CLUSTER_ID = "configuration"
+CONFIG = load({"model": {"path": "m"}})
 
 
 class SlowRay(FakeRay):
@@ -37,7 +39,8 @@ class SlowRay(FakeRay):
 
 
 def writer(ray: FakeRay, cluster_id: str = CLUSTER_ID) -> CheckpointWriter:
-    return CheckpointWriter(CheckpointStore("swell-app", cluster_id, ray), 1, ThreadRuntime())
+    store = CheckpointStore("swell-app", cluster_id, ray)
+    return CheckpointWriter(store, CONFIG, ThreadRuntime())
 
 
 async def save(manager: CheckpointWriter, target: int) -> bool:

@@ -11,6 +11,7 @@ import pytest
 from swell.cluster.control.ray.actor_errors import ActorDied
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
+from swell.coordinator.manager_state import ManagerId
 from swell.coordinator.roster import Roster
 from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.wire import ClusterView
@@ -43,7 +44,7 @@ def test_a_coordinator_whose_successor_is_stopped_too_is_killed_again() -> None:
     async def scenario() -> None:
         actor = StoppedActor(kills=3)
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
-        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor, ManagerId)
         handle._actor = "coordinator"
         async with asyncio.timeout(1000):
             await handle.view()
@@ -106,7 +107,7 @@ def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
         limits = config.cluster
         assert start_s < limits.start_timeout_s
         actor = SlowActor(start_s)
-        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor, ManagerId)
         handle._actor = "coordinator"
 
         async def call(index: int) -> None:
@@ -133,7 +134,7 @@ def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> Non
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
         loop, taken = asyncio.get_running_loop(), []
         actor = SlowActor(2.0)
-        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor, ManagerId)
         handle._actor = "coordinator"
         for pause_s in (3600.0, 3600.0, 3600.0, 10.0, 10.0):
             await asyncio.sleep(pause_s)
@@ -158,7 +159,7 @@ def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
         actor = StoppedActor(kills=1)
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
         checkpoints.away = True
-        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor, ManagerId)
         handle._actor = "coordinator"
         waiting = asyncio.create_task(handle.view())
         await asyncio.sleep(10 * config.cluster.stall_timeout_s)
@@ -194,7 +195,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
     async def scenario() -> None:
         ray = LostActor()
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
-        handle = CoordinatorHandle(config, "swell", checkpoints, ray)
+        handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "lost"
         joining = asyncio.create_task(handle.join([]))
         await asyncio.sleep(10.0)
@@ -234,7 +235,7 @@ def test_a_task_that_calls_ends_when_it_is_cancelled_as_the_probe_is_answered(tu
     async def scenario() -> None:
         actor = LateActor()
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
-        handle = CoordinatorHandle(config, "swell", checkpoints, actor)
+        handle = CoordinatorHandle(config, "swell", checkpoints, actor, ManagerId)
         handle._actor = "coordinator"
         calling = asyncio.create_task(handle.view())
         while actor.probe is None:

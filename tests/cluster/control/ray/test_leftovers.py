@@ -13,8 +13,15 @@ from swell.cluster.control.engines.engine_handle import StartFailed
 from swell.cluster.control.engines.orphans import OrphanCollector
 from swell.cluster.control.ray.actor_errors import GcsUnavailable
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.configs.schema import load
 from swell.coordinator.transport.runtime import ThreadRuntime
-from tests.cluster.control.engines.test_placement import VERSION, FakeCoordinator, made, says
+from tests.cluster.control.engines.test_placement import (
+    VERSION,
+    FakeCoordinator,
+    ignore,
+    made,
+    says,
+)
 from tests.cluster.control.fake_manager import (
     START_S,
     FakeCheckpointStore,
@@ -86,7 +93,7 @@ def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> Non
         collecting = asyncio.create_task(ours.orphans.collect_forever())
         handle = ours.plan(3, VERSION)
         ray.created = says(3, 1)
-        await ours.start(handle)
+        await ours.start(handle, ignore)
         ray.away = True
         await ours.kill(handle)
         assert not ray.ended
@@ -166,7 +173,7 @@ def test_what_is_made_although_nobody_waits_for_it_is_ended(
             return made
 
         monkeypatch.setattr(ray, what, make_late)
-        starting = asyncio.create_task(ours.start(handle))
+        starting = asyncio.create_task(ours.start(handle, ignore))
         if cancelled:
             await asyncio.sleep(GCS_S / 2)
             starting.cancel()
@@ -190,7 +197,7 @@ def test_the_state_says_that_the_gcs_is_away_and_when_it_is_asked_again() -> Non
         await harness.start()
         writer = harness.manager._checkpoints
         harness.checkpoints.away = True
-        confirming = asyncio.create_task(writer.confirm_leader(1.0))
+        confirming = asyncio.create_task(writer.confirm_leader())
         await asyncio.sleep(25)
         assert "has not answered for 2" in (harness.manager.error or "")
         assert "asked again in" in ((await harness.manager.describe())["rescale"]["error"] or "")
@@ -203,7 +210,7 @@ def test_the_state_says_that_the_gcs_is_away_and_when_it_is_asked_again() -> Non
 
 def test_the_store_is_asked_ever_more_slowly() -> None:
     async def scenario() -> None:
-        store = FakeCheckpointStore("configuration")
+        store, config = FakeCheckpointStore("configuration"), load({"model": {"path": "m"}})
         store.away, reads = True, 0
         read = store.read
 
@@ -213,12 +220,12 @@ def test_the_store_is_asked_ever_more_slowly() -> None:
             return await read()
 
         store.read = counted  # type: ignore[method-assign]
-        writer = CheckpointWriter(store, 1, ThreadRuntime())  # type: ignore[arg-type]
-        confirming = asyncio.create_task(writer.confirm_leader(1.0))
+        writer = CheckpointWriter(store, config, ThreadRuntime())  # type: ignore[arg-type]
+        confirming = asyncio.create_task(writer.confirm_leader())
         await asyncio.sleep(600)
         assert 50 < reads < 80
         store.away = False
-        await asyncio.sleep(15)
+        await asyncio.sleep(15 + config.cluster.stall_timeout_s)
         assert confirming.done()
         assert writer.error is None
 
@@ -277,7 +284,7 @@ def test_what_ray_makes_while_the_application_ends_is_ended_with_it(
             return made
 
         monkeypatch.setattr(ray, what, make_slowly)
-        starting = asyncio.create_task(ours.start(handle))
+        starting = asyncio.create_task(ours.start(handle, ignore))
         await asyncio.sleep(0.5)
         assert ray.reserved
         starting.cancel()
