@@ -138,7 +138,8 @@ class Backoff:
         return self._reason_of(rank, now)
 
     def missing_engine(self, rank: int, now: float) -> MissingEngine | None:
-        """Returns why a rank has no engine; None: its last start succeeded, or it had none."""
+        """Returns why the engine of a rank is missing; None: the last start of this rank succeeded,
+        or it was never started."""
         return self._reason_of(rank, now) if self._slot(rank).failures else None
 
     def _reason_of(self, rank: int, now: float) -> MissingEngine:
