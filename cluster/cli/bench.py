@@ -21,6 +21,7 @@ from swell.cluster.api.admin.protocol import ModelList
 from swell.cluster.api.tokenize import TokenizeResponse
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError, read_events
+from swell.cluster.text.json_types import JsonObject
 
 _TEXTS = (
     "The quick brown fox jumps over the lazy dog, twice a day.",
@@ -231,7 +232,7 @@ def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
 # -------------------------------------------------------------------- the report
 
 
-def summarize(samples: Sequence[Sample], duration_s: float, arguments: dict[str, Any]) -> Report:
+def summarize(samples: Sequence[Sample], duration_s: float, arguments: JsonObject) -> Report:
     """Summarize samples. Rates and latencies only count successful requests."""
     good = [sample for sample in samples if sample.error is None]
     errors = [sample.error for sample in samples if sample.error is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -45,7 +45,7 @@ class Client:
     async def get(self, path: str, kind: type[T]) -> T:
         return await self._call("GET", path, None, kind)
 
-    async def post(self, path: str, body: Any, kind: type[T]) -> T:
+    async def post(self, path: str, body: object, kind: type[T]) -> T:
         return await self._call("POST", path, msgspec.json.encode(body), kind)
 
     @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ import msgspec
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.backoff import MissingEngine
+from swell.cluster.text.json_types import JsonObject
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 
@@ -76,7 +77,7 @@ def describe(
     }
 
 
-def upgrade_error(failed: str | None, found: tuple[str, MissingEngine] | None) -> dict[str, Any]:
+def upgrade_error(failed: str | None, found: tuple[str, MissingEngine] | None) -> JsonObject:
     """Returns error, failures and next attempt of an upgrade. `failed`: why the last upgrade
     failed. `found`: a version that does not start now, and why."""
     if found is None:
@@ -90,7 +91,7 @@ def upgrade_error(failed: str | None, found: tuple[str, MissingEngine] | None) -
     }
 
 
-def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> dict[str, Any]:
+def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> JsonObject:
     report = report or EngineReport(handle.rank)
     return {
         "rank": handle.rank,

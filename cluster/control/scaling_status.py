@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.autoscaler import Autoscaler
+from swell.cluster.text.json_types import JsonObject
 from swell.configs.schema import Config
 
 
-def autoscaling(policy: Autoscaler, config: Config, now: float) -> dict[str, Any] | None:
+def autoscaling(policy: Autoscaler, config: Config, now: float) -> JsonObject | None:
     """Returns the status of the autoscaler; None: it is off. Ages are in seconds."""
     if not config.autoscaling.enabled:
         return None
@@ -39,7 +39,7 @@ def autoscaling(policy: Autoscaler, config: Config, now: float) -> dict[str, Any
 
 def pending(
     starting: Mapping[int, EngineHandle], bundle: Mapping[str, float], count: int
-) -> dict[str, Any] | None:
+) -> JsonObject | None:
     """Returns the engines that wait for room; None: there are none. `bundle`, `count`: what each
     engine reserves."""
     reasons = {
@@ -58,7 +58,7 @@ def pending(
 
 def draining_nodes(
     engines: Mapping[int, EngineHandle], draining: Mapping[str, float]
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """Returns the nodes that Ray takes away, and the engines that are still on them."""
     nodes = {rank: handle.ready.node for rank, handle in sorted(engines.items()) if handle.ready}
     return [

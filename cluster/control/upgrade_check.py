@@ -42,7 +42,7 @@ class ModelFileReads:
         self._calls = HangingCalls("swell-model-files", _MAX_READS)
         self._limit_s = limit_s
 
-    async def run(self, make: Make, running: Config, wanted: Any) -> tuple[Config, list[str]]:
+    async def run(self, make: Make, running: Config, wanted: object) -> tuple[Config, list[str]]:
         """Call `make` in a thread. Raises UpgradeRefused, also after the time limit."""
         try:
             future = self._calls.submit(lambda: make(running, wanted))

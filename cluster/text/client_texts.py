@@ -41,7 +41,7 @@ def changed(value: Any, change: Change) -> Any:
     return value
 
 
-def texts_of(value: Any) -> Iterator[str]:
+def texts_of(value: object) -> Iterator[str]:
     """Yields all strings of a JSON value, including keys."""
     if isinstance(value, str):
         yield value

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import re
 import sys
-from typing import Any
 
 import msgspec
 
+from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.parsers.notations.json_values import ScalarValue, StringValue
 from swell.cluster.text.parsers.notations.structure import StructureReader
 from swell.cluster.text.parsers.reading import NotRead, Reading
@@ -105,11 +105,11 @@ def partial_object_json(text: str) -> str:
     return reader.close(reader.push(text))
 
 
-def read_partial_object(text: str) -> dict[str, Any]:
+def read_partial_object(text: str) -> JsonObject:
     """Returns the same as a dict, in which a number that no double holds is the largest double."""
     written = partial_object_json(text)
     try:
-        value: dict[str, Any] = msgspec.json.decode(written)
+        value: JsonObject = msgspec.json.decode(written)
     except msgspec.DecodeError:  # a number beyond all doubles
         value = json.loads(written, parse_float=_finite)
     return value

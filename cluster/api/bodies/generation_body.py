@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routing
 from swell.cluster.api.bodies.timings import IncludeTimings
+from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.params.sampling_params import (
     BadRequest,
     Field,
@@ -216,7 +217,7 @@ class GenerationBody(SamplingFields, kw_only=True):
             )
         return next(iter(forms.values()), None)
 
-    def endpoint_sampling_params(self) -> Mapping[str, Any]:
+    def endpoint_sampling_params(self) -> Mapping[str, JsonValue]:
         """Returns the sampling parameters that this endpoint spells in its own way."""
         return {}
 
@@ -228,7 +229,7 @@ class GenerationBody(SamplingFields, kw_only=True):
     def generation_request(
         self,
         prompt: list[Prompt] | Conversation,
-        defaults: Mapping[str, Any] | None,
+        defaults: Mapping[str, object] | None,
         *,
         add_special_tokens: bool,
         **own: Any,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
 
 
 def to_generation_request(
-    body: ChatCompletionRequest, defaults: Mapping[str, Any]
+    body: ChatCompletionRequest, defaults: Mapping[str, JsonValue]
 ) -> GenerationRequest:
     """Converts a checked body. `defaults` are the model's, for fields of `SamplingParams` that the
     body leaves out. Raises `BadRequest`."""

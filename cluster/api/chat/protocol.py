@@ -17,6 +17,7 @@ from swell.cluster.api.bodies.generation_body import GenerationBody
 from swell.cluster.api.bodies.protocol_base import Body, Usage
 from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
+from swell.cluster.text.json_types import JsonObject, JsonValue
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
@@ -133,10 +134,10 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
                 "continue_final_message",
             )
 
-    def template_variables(self) -> dict[str, Any]:
+    def template_variables(self) -> JsonObject:
         """Returns the variables that the chat template gets in addition to the messages. Raises
         `BadRequest` if two fields contradict each other."""
-        chosen: dict[str, tuple[str, Any]] = {}
+        chosen: dict[str, tuple[str, JsonValue]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}
         for field, name, value in self._variables():
@@ -148,7 +149,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
                 )
         return {name: value for name, (_, value) in chosen.items()}
 
-    def _variables(self) -> Iterator[tuple[str, str, Any]]:
+    def _variables(self) -> Iterator[tuple[str, str, JsonValue]]:
         """Yields (field of the request, variable of the template, value)."""
         for name, value in (self.chat_template_kwargs or {}).items():
             yield f"chat_template_kwargs.{name}", name, value
@@ -187,7 +188,7 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     def answer_max_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def endpoint_sampling_params(self) -> Mapping[str, Any]:
+    def endpoint_sampling_params(self) -> Mapping[str, JsonValue]:
         return {"logprobs": self.top_logprobs or 0} if self.logprobs else {}
 
     def param_names(self) -> Mapping[str, str]:

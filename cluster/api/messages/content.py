@@ -6,7 +6,6 @@ A block ends when a part of another kind, or the next call, begins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -26,6 +25,7 @@ from swell.cluster.api.messages.message import (
     ThinkingOutput,
     ToolUseOutput,
 )
+from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.object_text import PartialObject, partial_object_json
 from swell.cluster.text.parsers import deltas as parts
 
@@ -51,9 +51,9 @@ def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[O
     return content
 
 
-def _input(written: str) -> dict[str, Any] | msgspec.Raw:
+def _input(written: str) -> JsonObject | msgspec.Raw:
     try:
-        value: dict[str, Any] = msgspec.json.decode(written)
+        value: JsonObject = msgspec.json.decode(written)
     except msgspec.DecodeError:  # a number that does not fit a double
         return msgspec.Raw(written.encode())
     return value

@@ -23,6 +23,7 @@ from swell.cluster.api.messages.protocol import (
     MessagesRequest,
     ToolChoice,
 )
+from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
@@ -87,10 +88,10 @@ def conversation(body: CountTokensRequest) -> Conversation:
     )
 
 
-def template_variables(body: CountTokensRequest) -> dict[str, Any]:
+def template_variables(body: CountTokensRequest) -> JsonObject:
     """Returns the variables of the chat template. Variables that the client sends explicitly take
     precedence."""
-    variables: dict[str, Any] = {}
+    variables: JsonObject = {}
     if body.thinking is not None:
         variables["enable_thinking"] = body.thinking.type != "disabled"
         if body.thinking.budget_tokens is not None:

@@ -186,10 +186,12 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
     return described
 
 
-def _event_schema(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def _event_schema(
+    operation: Operation, schema_of: dict[object, dict[str, object]]
+) -> dict[str, object]:
     """Describes one event of a stream as an object of its fields. OpenAPI 3.1 does not define what
     the schema of an event stream describes, and readers of 3.1 interpret it this way."""
-    data: dict[str, Any] = {
+    data: dict[str, object] = {
         "type": "string",
         "contentMediaType": JSON,
         "contentSchema": {"anyOf": [schema_of[operation.chunk], schema_of[operation.error]]},

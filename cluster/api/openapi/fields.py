@@ -6,7 +6,6 @@ The ranges of sampling parameters are the same ones that requests are checked ag
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from swell.cluster.api.admin.change_requests import (
     DrainRequest,
@@ -15,11 +14,12 @@ from swell.cluster.api.admin.change_requests import (
     SwitchRequest,
     UnloadAdapterRequest,
 )
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.validate_params import RANGES, Integers, Numbers
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, describe_neutral
 from swell.cluster.text.schema.unknown_fields import UnknownFields
 
-Schemas = dict[str, dict[str, Any]]
+Schemas = dict[str, JsonSchema]
 _OPERATORS = (
     DrainRequest,
     LoadAdapterRequest,
@@ -51,12 +51,12 @@ def _kinds(base: type[RequestBody]) -> Iterable[type[RequestBody]]:
         yield from _kinds(kind)
 
 
-def _open(schema: dict[str, Any], note: str) -> None:
+def _open(schema: JsonSchema, note: str) -> None:
     schema["additionalProperties"] = True
     schema["description"] = " ".join(filter(None, (schema.get("description"), note)))
 
 
-def _annotate_ecosystem(kind: type[RequestBody], schema: dict[str, Any]) -> None:
+def _annotate_ecosystem(kind: type[RequestBody], schema: JsonSchema) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
         properties[name] = {"enum": [*neutral, None], "description": describe_neutral(neutral)}
@@ -76,7 +76,7 @@ _LIMITS: dict[str, Numbers | Integers] = {
 del _LIMITS["max_tokens"]  # an echoed prompt may have 0 answer tokens
 
 
-def annotate_limits(schema: dict[str, Any]) -> None:
+def annotate_limits(schema: JsonSchema) -> None:
     """Writes the ranges of numbers into the schema of a request body."""
     for name, allowed in _LIMITS.items():
         field = schema["properties"].get(name, {})

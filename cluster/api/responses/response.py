@@ -14,6 +14,7 @@ from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
 from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.params.sampling_params import bad_value
 
 
@@ -103,7 +104,7 @@ class ResponseDeleted(Body, kw_only=True):
 
 def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> ResponseBody:
     """Returns the response to a request before any output exists."""
-    form: dict[str, Any] = {"type": "text"}
+    form: JsonObject = {"type": "text"}
     if body.text and body.text.format:
         is_schema = body.text.format.type == "json_schema"
         form = (

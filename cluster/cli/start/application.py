@@ -35,7 +35,7 @@ def application(
     *,
     own_ray: bool,
     is_lost: Callable[[], bool] = lambda: False,
-) -> Iterator[Any]:
+) -> Iterator[object]:
     """Deploy the Serve application and delete it afterwards. Yields the handle of its ingresses.
 
     On a Ray cluster of others, only our application is deleted, because Serve may have more. If Ray

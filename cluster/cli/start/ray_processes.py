@@ -65,7 +65,7 @@ class RayProcesses:
 
         return start
 
-    def _patient(self, deadline: Callable[[], float]) -> Callable[[Any], Any]:
+    def _patient(self, deadline: Callable[[], float]) -> Callable[[object], object]:
         def patient(original: Any) -> Any:
             def get_node(*arguments: Any) -> Any:
                 while True:

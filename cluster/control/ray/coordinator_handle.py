@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from swell.cluster.control.ray.actor_errors import (
     ActorDied,
@@ -29,6 +29,8 @@ from swell.coordinator.service import Membership
 from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
+
+T = TypeVar("T")
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 5.0
@@ -133,9 +135,9 @@ class CoordinatorHandle:
         )
 
     async def _change_roster(
-        self, event: str, ranks: list[int], call: Awaitable[Any], limit_s: float = 0.0
+        self, event: str, ranks: list[int], call: Awaitable[Roster], limit_s: float = 0.0
     ) -> Roster:
-        roster: Roster = await self._call_as_manager(call, limit_s)
+        roster = await self._call_as_manager(call, limit_s)
         self._log.info(event, epoch=roster.epoch, ranks=ranks)
         return roster
 
@@ -145,7 +147,7 @@ class CoordinatorHandle:
     async def resume(self) -> None:
         await self._call_as_manager(self._send("resume", self._manager_id()))
 
-    async def _call_as_manager(self, call: Awaitable[Any], limit_s: float = 0.0) -> Any:
+    async def _call_as_manager(self, call: Awaitable[T], limit_s: float = 0.0) -> T:
         try:
             return await self._call(call, limit_s)
         except ActorRaised as error:
@@ -153,7 +155,7 @@ class CoordinatorHandle:
                 raise error.cause from None
             raise
 
-    async def _call_successors(self, send: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
+    async def _call_successors(self, send: Callable[[], Awaitable[T]], limit_s: float) -> T:
         """Returns the answer of this coordinator or, if it is lost within `limit_s` seconds, of the
         next one, which `open` finds. The call may run twice."""
         loop = asyncio.get_running_loop()
@@ -190,7 +192,7 @@ class CoordinatorHandle:
     def _send(self, method: str, *args: Any) -> Awaitable[Any]:
         return self._ray.call(self._actor, method, *args)
 
-    async def _call(self, call: Awaitable[Any], call_timeout_s: float = 0.0) -> Any:
+    async def _call(self, call: Awaitable[T], call_timeout_s: float = 0.0) -> T:
         """Returns the answer of a call that may take `call_timeout_s`, even if the coordinator must
         be restarted several times."""
         answer = asyncio.ensure_future(call)

@@ -40,6 +40,7 @@ from swell.cluster.control.ray.actor_errors import (
     ActorUnavailable,
     GcsUnavailable,
 )
+from swell.cluster.control.ray.ray_port import Actor
 from swell.configs.runtime.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.coordinator import Coordinator
@@ -154,7 +155,7 @@ class RayCluster:
         found = await self._change(partial(ray.util.list_named_actors, all_namespaces=True))
         return sorted(actor["name"] for actor in found if actor["namespace"] == namespace)
 
-    async def find_actor(self, name: str, namespace: str) -> Any:
+    async def find_actor(self, name: str, namespace: str) -> Actor | None:
         with contextlib.suppress(ValueError):
             return await _call_gcs(partial(ray.get_actor, name, namespace=namespace))
         return None
@@ -169,7 +170,7 @@ class RayCluster:
         rank: int,
         coordinator: CoordinatorContact,
         version: str,
-    ) -> Any:
+    ) -> Actor:
         placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         options = self.engine_class.options(
             name=name,
@@ -188,7 +189,7 @@ class RayCluster:
         lockstep: bool,
         endpoint: CoordinatorEndpoint,
         inherited: bool,
-    ) -> Any:
+    ) -> Actor:
         options = self.coordinator_class.options(
             name=name,
             namespace=namespace,
@@ -202,7 +203,7 @@ class RayCluster:
     def call(self, actor: Any, method: str, *args: Any) -> Awaitable[Any]:
         return _Answer(getattr(actor, method).remote(*args))
 
-    async def kill(self, actor: Any, *, restart: bool = False) -> None:
+    async def kill(self, actor: Actor, *, restart: bool = False) -> None:
         await self._change(partial(ray.kill, actor, no_restart=not restart))
 
     # ---------------------------------------------------------------- the GCS's key-value store

@@ -30,6 +30,7 @@ from swell.cluster.text.json_grammar.schema_nodes import (
     children,
 )
 from swell.cluster.text.json_grammar.string_patterns import lark_expression, split_lookahead
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.sampling_params import (
     BadRequest,
     StructuredOutputs,
@@ -97,7 +98,7 @@ def compile_grammar(
         raise
 
 
-def compile_schema(schema: dict[str, Any], subject: str, param: str) -> Grammar:
+def compile_schema(schema: JsonSchema, subject: str, param: str) -> Grammar:
     """Returns the grammar of a schema. Errors name `subject` and `param`. Raises `BadRequest`."""
     try:
         lark = f"start: {inline_json(schema)}"
@@ -165,7 +166,7 @@ def _given(structured_outputs: StructuredOutputs, param: str | None) -> tuple[st
     return given.popitem()
 
 
-def inline_json(schema: dict[str, Any]) -> str:
+def inline_json(schema: JsonSchema) -> str:
     """Returns `%lark {...}`, a schema as a part of a rule, with bounded whitespace and numbers.
     Raises ValueError for one that no grammar can enforce, or that is too long, which a fast encoder
     measures."""
@@ -188,9 +189,7 @@ def _is_empty(expression: str) -> bool:
         raise SchemaError(f"has a pattern that is refused: {error}") from None
 
 
-def _json(
-    value: dict[str, Any] | bool | str, param: str, keywords: SchemaKeywords
-) -> GrammarFragment:
+def _json(value: JsonSchema | bool | str, param: str, keywords: SchemaKeywords) -> GrammarFragment:
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict | bool):
         raise bad_value(param, schema, "is not a JSON schema; send an object or true")
@@ -227,7 +226,7 @@ def _parsed(text: str, param: str) -> Any:
         raise BadRequest(f"{param} is not JSON: {error}", param) from None
 
 
-def _references(schema: dict[str, Any], param: str) -> Iterator[str]:
+def _references(schema: JsonSchema, param: str) -> Iterator[str]:
     """Yields every `$ref` of a schema. Raises `BadRequest` if it is nested too deeply."""
     level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):

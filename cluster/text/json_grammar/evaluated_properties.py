@@ -9,7 +9,6 @@ in any case.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -21,8 +20,7 @@ from swell.cluster.text.json_grammar.schema_nodes import (
     listed,
     mapped,
 )
-
-Node = dict[str, Any]
+from swell.cluster.text.json_types import JsonSchema
 
 _CHOICES = ("anyOf", "oneOf")
 _BRANCHES = ("if", "then", "else")
@@ -45,7 +43,7 @@ class EvaluatedProperties(msgspec.Struct):
 
 
 def evaluated_properties(
-    node: Node, references: References, path: str
+    node: JsonSchema, references: References, path: str
 ) -> EvaluatedProperties | None:
     """Returns the properties that all keywords of a node evaluate, except for its own
     `unevaluatedProperties`. Returns None if they depend on the object."""
@@ -57,12 +55,12 @@ def evaluated_properties(
 
 
 def _read(
-    schemas: Iterable[Any], references: References, path: str, *, into_choices: bool
-) -> tuple[EvaluatedProperties, list[Any]]:
+    schemas: Iterable[object], references: References, path: str, *, into_choices: bool
+) -> tuple[EvaluatedProperties, list[object]]:
     """Returns the properties that the schemas evaluate together, and the parts of the schemas that
     apply to some objects only. `into_choices` includes their properties."""
     found = EvaluatedProperties({}, {})
-    choices: list[Any] = []
+    choices: list[object] = []
     waiting, seen = [*schemas], set[int]()
     while waiting:
         node = checked(waiting.pop(), path)
@@ -87,7 +85,7 @@ def _read(
     return found, choices
 
 
-def _choices(node: Node, path: str) -> Iterator[Any]:
+def _choices(node: JsonSchema, path: str) -> Iterator[object]:
     for key in _CHOICES:
         yield from listed(node, key, path)
     yield from (node[key] for key in _BRANCHES if key in node)

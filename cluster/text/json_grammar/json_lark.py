@@ -44,6 +44,7 @@ from swell.cluster.text.json_grammar.string_terminals import (
     library_rule,
     multiple_rule,
 )
+from swell.cluster.text.json_types import JsonSchema
 
 MAX_RULES = 20_000
 
@@ -51,7 +52,7 @@ MAX_RULES = 20_000
 _BEGIN, _END = "%lark {", "}"
 
 
-def json_grammar(schema: dict[str, Any], is_empty: Callable[[str], bool]) -> str:
+def json_grammar(schema: JsonSchema, is_empty: Callable[[str], bool]) -> str:
     """Returns `%lark {...}`, the cleaned schema as a part of a rule. Raises SchemaError."""
     return _Writer(SchemaMerger(schema, is_empty)).write(schema)
 
@@ -68,7 +69,7 @@ class _Writer:
         self._names: dict[str, str] = {}
         """Maps an expression to the name of its rule or terminal."""
 
-    def write(self, schema: dict[str, Any]) -> str:
+    def write(self, schema: JsonSchema) -> str:
         root = self._index(self._merger.place(schema))
         while len(self._shapes) < len(self._places):
             shapes = self._merger.shapes(self._places[len(self._shapes)])

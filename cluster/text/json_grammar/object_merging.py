@@ -12,8 +12,8 @@ import msgspec
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError, mapped
 from swell.cluster.text.json_grammar.schema_values import bounds
 from swell.cluster.text.json_grammar.string_patterns import search_expression
+from swell.cluster.text.json_types import JsonSchema
 
-Node = dict[str, Any]
 MakePlace = Callable[..., Any]
 
 MAX_PROPERTIES = 10_000
@@ -34,7 +34,7 @@ class Others(msgspec.Struct, frozen=True):
 
 
 class ObjectShape(msgspec.Struct, frozen=True):
-    properties: dict[str, Any]
+    properties: JsonSchema
     """Maps a name to its place, in the order in which they are written."""
     required: frozenset[str]
     others: list[Others]
@@ -49,7 +49,7 @@ class ObjectShape(msgspec.Struct, frozen=True):
 
 
 def merge_objects(
-    nodes: list[Node], place: MakePlace, is_empty: Callable[[str], bool]
+    nodes: list[JsonSchema], place: MakePlace, is_empty: Callable[[str], bool]
 ) -> list[ObjectShape]:
     """Returns the objects that fit all nodes; empty if none does."""
     merged = [_OneSchema(node) for node in nodes]
@@ -77,9 +77,9 @@ def merge_objects(
 class _OneSchema:
     """The properties of one schema."""
 
-    def __init__(self, node: Node) -> None:
-        self.properties: dict[str, Any] = dict(mapped(node, "properties", ""))
-        self.patterns: dict[str, Any] = dict(mapped(node, "patternProperties", ""))
+    def __init__(self, node: JsonSchema) -> None:
+        self.properties: JsonSchema = dict(mapped(node, "properties", ""))
+        self.patterns: JsonSchema = dict(mapped(node, "patternProperties", ""))
         self.additional = node.get("additionalProperties", True)
 
     def schemas(self, name: str | None, matched: Collection[str]) -> list[Any]:

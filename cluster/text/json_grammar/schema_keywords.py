@@ -38,6 +38,7 @@ from swell.cluster.text.json_grammar.string_patterns import (
     search_expression,
     split_lookahead,
 )
+from swell.cluster.text.json_types import JsonObject, JsonSchema, JsonValue
 
 MAX_SCHEMA_DEPTH = 100
 """Limit on nested levels of schemas, not counted across references."""
@@ -68,7 +69,7 @@ class SchemaKeywords:
         self._num_nodes = 0
         self._references = References({})
 
-    def clean(self, schema: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    def clean(self, schema: JsonSchema, prefix: str = "") -> JsonSchema:
         """Returns the schema in keywords that grammars support, without unused definitions.
         `prefix` is the path of the schema, for `ignored`. Raises SchemaError for a schema that no
         grammar can enforce."""
@@ -77,15 +78,15 @@ class SchemaKeywords:
         root = self._node(schema, "", 0)
         if root is False:
             raise SchemaError("is a schema that no answer can match")
-        cleaned: dict[str, Any] = {} if root is True else root
+        cleaned: JsonSchema = {} if root is True else root
         return self._with_definitions(cleaned, schema, references)
 
     def _with_definitions(
-        self, cleaned: dict[str, Any], schema: dict[str, Any], references: References
-    ) -> dict[str, Any]:
+        self, cleaned: JsonSchema, schema: JsonSchema, references: References
+    ) -> JsonSchema:
         """Adds the cleaned definitions that are referred to, directly or indirectly."""
         cleaned = {key: value for key, value in cleaned.items() if key not in DEFINITIONS}
-        found: dict[str, dict[str, Any]] = {}
+        found: dict[str, JsonSchema] = {}
         level: list[tuple[str, Any]] = [("", cleaned)]
         while level:
             path, node = level.pop()
@@ -127,7 +128,7 @@ class SchemaKeywords:
             raise SchemaError(f"at {path} {error}" if path else str(error)) from None
         return self._parts(cleaned, path, depth + 1)
 
-    def _parts(self, node: dict[str, Any], path: str, depth: int) -> dict[str, Any]:
+    def _parts(self, node: JsonSchema, path: str, depth: int) -> JsonSchema:
         for key in SCHEMA_KEYS:
             if isinstance(node.get(key), list) and key == "items":
                 node[key] = [
@@ -150,7 +151,7 @@ class SchemaKeywords:
                 }
         return node
 
-    def evaluated(self, node: dict[str, Any], path: str) -> EvaluatedProperties | None:
+    def evaluated(self, node: JsonObject, path: str) -> EvaluatedProperties | None:
         """Returns the properties that the other keywords of a node evaluate. Returns None if they
         depend on the object."""
         found = evaluated_properties(node, self._references, path)
@@ -158,7 +159,7 @@ class SchemaKeywords:
             self._num_nodes += found.num_schemas + len(found.names) + len(found.patterns)
         return found
 
-    def refuse(self, node: dict[str, Any], path: str, *keywords: str) -> dict[str, Any]:
+    def refuse(self, node: JsonObject, path: str, *keywords: str) -> JsonObject:
         """Raises SchemaError for keywords that no grammar can enforce, or removes them if they are
         ignored."""
         for keyword in keywords:
@@ -182,42 +183,41 @@ def _definition(steps: tuple[str, ...]) -> tuple[str, str]:
     return (steps[0], steps[1]) if len(steps) > 1 and steps[0] in DEFINITIONS else ("", "")
 
 
-_Node = dict[str, Any]
-_Rule = Callable[[SchemaKeywords, _Node, str], _Node | None]
+_Rule = Callable[[SchemaKeywords, JsonSchema, str], JsonSchema | None]
 """Maps keyword, node and path to the node without the keyword, or to None if no value fits."""
 
 
-def _without(node: _Node, *keywords: str) -> _Node:
+def _without(node: JsonSchema, *keywords: str) -> JsonSchema:
     return {key: value for key, value in node.items() if key not in keywords}
 
 
-def _is_true(schema: Any) -> bool:
+def _is_true(schema: JsonValue) -> bool:
     """Returns whether a schema constrains nothing."""
     return schema is True or schema == {}
 
 
-def _not(keywords: SchemaKeywords, node: _Node, path: str) -> _Node | None:
+def _not(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema | None:
     inner = node["not"]
     if inner is False or (isinstance(inner, dict) and _is_true(inner.get("not"))):
         return _without(node, "not")
     return None if _is_true(inner) else keywords.refuse(node, path, "not")
 
 
-def _if(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _if(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     branches = [node[key] for key in ("then", "else") if key in node]
     if "if" not in node or all(map(_is_true, branches)):
         return _without(node, "if", "then", "else")
     return keywords.refuse(node, path, "if", "then", "else")
 
 
-def _unique_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _unique_items(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     most = node.get("maxItems")
     if node["uniqueItems"] is False or (isinstance(most, int) and most <= 1):
         return _without(node, "uniqueItems")
     return keywords.refuse(node, path, "uniqueItems")
 
 
-def _contains(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _contains(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     names = ("contains", "minContains", "maxContains")
     if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
         return _without(node, *names)
@@ -225,7 +225,7 @@ def _contains(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
 
 
 def _dependent(keyword: str) -> _Rule:
-    def rule(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+    def rule(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
         value = node[keyword]
         if isinstance(value, dict) and all(one == [] or _is_true(one) for one in value.values()):
             return _without(node, keyword)
@@ -234,7 +234,7 @@ def _dependent(keyword: str) -> _Rule:
     return rule
 
 
-def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _property_names(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     names = node["propertyNames"]
     if names is True or (isinstance(names, dict) and _says_text_alone(names)):
         return _without(node, "propertyNames")
@@ -259,23 +259,23 @@ def _property_names(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
 _NAME_ANNOTATIONS = {"type", "title", "description", "$comment"}
 
 
-def _says_text_alone(names: _Node) -> bool:
+def _says_text_alone(names: JsonSchema) -> bool:
     kind = names.get("type", "string")
     return set(names) <= _NAME_ANNOTATIONS and (kind == "string" or "string" in kind)
 
 
-def _beside(node: _Node, path: str, *schemas: _Node) -> _Node:
+def _beside(node: JsonSchema, path: str, *schemas: JsonSchema) -> JsonSchema:
     """Returns the node with further schemas in its `allOf`."""
     return {**node, "allOf": [*listed(node, "allOf", path), *schemas]}
 
 
-def _only(texts: list[Any]) -> _Node:
+def _only(texts: list[Any]) -> JsonSchema:
     """Returns the schema of objects that have only properties with these names."""
     named = {text: True for text in texts if isinstance(text, str)}
     return {"properties": named, "additionalProperties": False}
 
 
-def _parts_of_names(names: Any) -> list[_Node] | None:
+def _parts_of_names(names: object) -> list[JsonSchema] | None:
     """Returns schemas of the object that together mean the same as `propertyNames`. Returns None
     if there are none."""
     if names is False:
@@ -298,7 +298,7 @@ def _parts_of_names(names: Any) -> list[_Node] | None:
     return parts
 
 
-def _is_searched(pattern: Any) -> bool:
+def _is_searched(pattern: JsonValue) -> bool:
     """Returns whether a grammar can search names for the pattern."""
     try:
         return (
@@ -310,7 +310,7 @@ def _is_searched(pattern: Any) -> bool:
         return False
 
 
-def _unevaluated_properties(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _unevaluated_properties(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     name = "unevaluatedProperties"
     if _is_true(node[name]) or "additionalProperties" in node:
         return _without(node, name)
@@ -326,7 +326,7 @@ def _unevaluated_properties(keywords: SchemaKeywords, node: _Node, path: str) ->
     return _beside(_without(node, name), path, {**evaluated, "additionalProperties": node[name]})
 
 
-def _unevaluated_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _unevaluated_items(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     name = "unevaluatedItems"
     if _is_true(node[name]) or isinstance(node.get("items"), dict | bool):
         return _without(node, name)
@@ -335,12 +335,12 @@ def _unevaluated_items(keywords: SchemaKeywords, node: _Node, path: str) -> _Nod
     return keywords.refuse(node, path, name)
 
 
-def _format(_keywords: SchemaKeywords, node: _Node, _path: str) -> _Node:
+def _format(_keywords: SchemaKeywords, node: JsonSchema, _path: str) -> JsonSchema:
     known = isinstance(node.get("format"), str) and node["format"] in FORMATS
     return node if known else _without(node, "format")
 
 
-def _pattern(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _pattern(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     pattern = node["pattern"]
     if not isinstance(pattern, str):
         raise SchemaError(
@@ -353,7 +353,7 @@ def _pattern(keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
     return _without(node, "format") if split.ahead else node
 
 
-def _pattern_properties(_keywords: SchemaKeywords, node: _Node, path: str) -> _Node:
+def _pattern_properties(_keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     """Converts a pattern that is a list of names to properties."""
     properties, patterns = dict(mapped(node, "properties", path)), {}
     for pattern, schema in mapped(node, "patternProperties", path).items():

@@ -38,9 +38,9 @@ from swell.cluster.text.json_grammar.schema_values import (
     number_range,
 )
 from swell.cluster.text.json_grammar.string_terminals import string_rule
+from swell.cluster.text.json_types import JsonSchema
 
-Node = dict[str, Any]
-Place = tuple[Node, ...] | None
+Place = tuple[JsonSchema, ...] | None
 """Schemas that apply to one value; None if no value fits. Nodes are compared by identity."""
 
 _CHOICES = ("anyOf", "oneOf")
@@ -102,7 +102,7 @@ Shape = LiteralShape | NumberShape | StringShape | ArrayShape | ObjectShape | Pl
 class SchemaMerger:
     """Merges the parts of one cleaned schema (see `schema_keywords.py`)."""
 
-    def __init__(self, root: Node, is_empty: Callable[[str], bool]) -> None:
+    def __init__(self, root: JsonSchema, is_empty: Callable[[str], bool]) -> None:
         """`is_empty` returns whether no text matches the expression of a terminal."""
         self._references = References(root)
         self._num_probes = self._num_merged = 0
@@ -114,14 +114,14 @@ class SchemaMerger:
         self._shapes: dict[tuple[int, ...], list[Shape]] = {}
         self.reasons: list[str] = []
         """Reasons why some kinds of values are not allowed."""
-        self._kept: dict[int, Node] = {}
+        self._kept: dict[int, JsonSchema] = {}
         """Nodes by their address. This keeps them alive, since they are compared by address."""
-        self._derived: dict[tuple[int, tuple[str, ...]], Node] = {}
+        self._derived: dict[tuple[int, tuple[str, ...]], JsonSchema] = {}
 
     def place(self, *schemas: Schema) -> Place:
         """Returns the place to which these schemas apply. Schemas that constrain nothing are left
         out."""
-        found: dict[int, Node] = {}
+        found: dict[int, JsonSchema] = {}
         for schema in schemas:
             node = checked(schema, "")
             if node is False:
@@ -164,16 +164,16 @@ class SchemaMerger:
                     return self._choose(nodes, node, keyword)
         return self._of_kinds(nodes)
 
-    def _drop(self, nodes: list[Node], reason: str) -> None:
+    def _drop(self, nodes: list[JsonSchema], reason: str) -> None:
         """Stores why a place lost a kind of value, for the error if no kind remains."""
         path = next((self._paths[id(node)] for node in nodes if id(node) in self._paths), "")
         self.reasons.append(f"{reason}{f' at {path}' if path else ''}")
 
-    def _check(self, node: Node) -> None:
+    def _check(self, node: JsonSchema) -> None:
         for keyword in sorted(CLEANED & set(node)):
             raise SchemaError(f"refers to a part that has {keyword!r}; move this part to $defs")
 
-    def _without(self, node: Node, *keywords: str) -> Node:
+    def _without(self, node: JsonSchema, *keywords: str) -> JsonSchema:
         key = (id(node), keywords)
         if key not in self._derived:
             self._kept[id(node)] = node
@@ -182,11 +182,11 @@ class SchemaMerger:
             self._paths[id(rest)] = self._paths.get(id(node), "")
         return self._derived[key]
 
-    def _flatten(self, place: Place) -> list[Node] | None:
+    def _flatten(self, place: Place) -> list[JsonSchema] | None:
         """Returns the same schemas with references and `allOf` resolved; None if no value fits."""
         if place is None:
             return None
-        found: dict[int, Node] = {}
+        found: dict[int, JsonSchema] = {}
         seen: set[int] = set()
         waiting: deque[Schema] = deque(place)
         while waiting:
@@ -212,7 +212,7 @@ class SchemaMerger:
                 waiting.append(self._references.resolve(node["$ref"], "$ref")[1])
         return list(found.values())
 
-    def _choose(self, nodes: list[Node], node: Node, keyword: str) -> list[Shape]:
+    def _choose(self, nodes: list[JsonSchema], node: JsonSchema, keyword: str) -> list[Shape]:
         rest = [self._without(one, keyword) if one is node else one for one in nodes]
         options = [self.place(*rest, option) for option in listed(node, keyword, "")]
         if keyword == "oneOf":
@@ -223,7 +223,7 @@ class SchemaMerger:
             return self._strings([], [*dict.fromkeys(text for one in texts for text in one or ())])
         return [PlaceShape(option) for option in options if option is not None]
 
-    def _of_kinds(self, nodes: list[Node]) -> list[Shape]:
+    def _of_kinds(self, nodes: list[JsonSchema]) -> list[Shape]:
         kinds, is_integer = allowed_kinds(nodes)
         values = allowed_values(nodes)
         numbers = NumberRange(integer=is_integer)
@@ -256,11 +256,11 @@ class SchemaMerger:
 
     def _of_values(
         self,
-        nodes: list[Node],
+        nodes: list[JsonSchema],
         values: list[Any],
         kinds: set[str],
         numbers: NumberRange,
-        limits: list[Node],
+        limits: list[JsonSchema],
     ) -> list[Shape]:
         literals: list[str] = []
         texts: list[str] = []
@@ -284,7 +284,7 @@ class SchemaMerger:
             shapes.append(LiteralShape(literals))
         return shapes + (self._strings(limits, texts) if texts else [])
 
-    def _strings(self, limits: list[Node], texts: list[str] | None) -> list[Shape]:
+    def _strings(self, limits: list[JsonSchema], texts: list[str] | None) -> list[Shape]:
         least, most = bounds(limits, "minLength", "maxLength")
         if texts is not None:
             texts = [
@@ -300,7 +300,7 @@ class SchemaMerger:
             return []
         return [StringShape(expression, is_terminal, texts)]
 
-    def _fixed(self, value: Any) -> Node:
+    def _fixed(self, value: Any) -> JsonSchema:
         """Returns the schema of an array or object with exactly these parts."""
         key = (id(value), ("const",))
         if key not in self._derived:
@@ -308,7 +308,7 @@ class SchemaMerger:
             if isinstance(value, list):
                 size = len(value)
                 parts = [{"const": one} for one in value]
-                node: Node = {"prefixItems": parts, "items": False}
+                node: JsonSchema = {"prefixItems": parts, "items": False}
                 node |= {"type": "array", "minItems": size, "maxItems": size}
             else:
                 node = {"properties": {name: {"const": one} for name, one in value.items()}}
@@ -316,7 +316,7 @@ class SchemaMerger:
             self._derived[key] = node
         return self._derived[key]
 
-    def _array(self, nodes: list[Node]) -> ArrayShape | None:
+    def _array(self, nodes: list[JsonSchema]) -> ArrayShape | None:
         prefixes, tails = [], []
         for node in nodes:
             prefix, tail = node.get("prefixItems", []), node.get("items", True)
@@ -351,7 +351,7 @@ def plain_texts(place: Place) -> list[str] | None:
     return values if "string" in allowed_kinds([*place])[0] else None
 
 
-def _paths_of(root: Node) -> dict[int, str]:
+def _paths_of(root: JsonSchema) -> dict[int, str]:
     """Maps the address of each schema to its path."""
     found: dict[int, str] = {}
     level: list[tuple[str, Any]] = [("", root)]

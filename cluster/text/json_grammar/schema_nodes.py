@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import unquote
 
-Schema = dict[str, Any] | bool
+from swell.cluster.text.json_types import JsonObject, JsonSchema
+
+Schema = JsonSchema | bool
 
 SCHEMA_KEYS = ("additionalProperties", "additionalItems", "items")
 """Keywords whose value is a schema; `items` may also be a list of schemas."""
@@ -26,12 +28,12 @@ def at(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
 
-def children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def children(node: JsonSchema, path: str) -> Iterator[tuple[str, object]]:
     """Yields path and schema of each part of a node that is a schema itself, except definitions."""
     for key in SCHEMA_KEYS:
         value = node.get(key)
@@ -47,17 +49,17 @@ def children(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
             yield at(at(path, key), name), one
 
 
-def listed(node: dict[str, Any], key: str, path: str) -> list[Any]:
+def listed(node: JsonSchema, key: str, path: str) -> list[Any]:
     found: list[Any] = _typed(node, key, path, list, "a list")
     return found
 
 
-def mapped(node: dict[str, Any], key: str, path: str) -> dict[str, Any]:
-    found: dict[str, Any] = _typed(node, key, path, dict, "an object")
+def mapped(node: JsonSchema, key: str, path: str) -> JsonSchema:
+    found: JsonSchema = _typed(node, key, path, dict, "an object")
     return found
 
 
-def _typed(node: dict[str, Any], key: str, path: str, kind: type, name: str) -> Any:
+def _typed(node: JsonSchema, key: str, path: str, kind: type, name: str) -> Any:
     value = node.get(key, kind())
     if not isinstance(value, kind):
         raise SchemaError(f"has {at(path, key)}={shown_value(value)}, which must be {name}")
@@ -76,11 +78,11 @@ def checked(node: Any, path: str) -> Schema:
 class References:
     """Resolves the references of a schema. All must point into the schema itself."""
 
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: JsonObject) -> None:
         self._root = root
         own = root.get("$id")
         self._id = own.rstrip("#") if isinstance(own, str) else ""
-        self._anchors: dict[str, Any] | None = None
+        self._anchors: JsonObject | None = None
 
     def resolve(self, reference: Any, path: str) -> tuple[tuple[str, ...], Schema]:
         """Resolves `reference`, which is at `path`. Returns the steps to its target, and the schema

@@ -9,8 +9,7 @@ from typing import Any
 
 from swell.cluster.text.json_grammar.number_ranges import NumberRange
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError, listed, shown_value
-
-Node = dict[str, Any]
+from swell.cluster.text.json_types import JsonSchema, JsonValue
 
 _KINDS = ("null", "boolean", "number", "string", "array", "object")
 MAX_ITEMS = 100_000
@@ -22,7 +21,7 @@ MAX_COUNTS = {
 }
 
 
-def check_values(node: Node) -> None:
+def check_values(node: JsonSchema) -> None:
     """Raises SchemaError for a keyword with an invalid value."""
     allowed_kinds([node])
     allowed_values([node])
@@ -34,7 +33,7 @@ def check_values(node: Node) -> None:
         raise SchemaError(f"has required={shown_value(required)}, which must be a list of names")
 
 
-def bounds(nodes: list[Node], low: str, high: str) -> tuple[int, int | None]:
+def bounds(nodes: list[JsonSchema], low: str, high: str) -> tuple[int, int | None]:
     """Returns the tightest lower and upper bound of a count; None without an upper bound."""
     limit = MAX_COUNTS[low, high]
     least = max((_count(node, low, limit) for node in nodes if low in node), default=0)
@@ -42,7 +41,7 @@ def bounds(nodes: list[Node], low: str, high: str) -> tuple[int, int | None]:
     return least, most if most is None or most <= limit else None
 
 
-def _count(node: Node, keyword: str, limit: int | None) -> int:
+def _count(node: JsonSchema, keyword: str, limit: int | None) -> int:
     value = node[keyword]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -55,7 +54,7 @@ def _count(node: Node, keyword: str, limit: int | None) -> int:
     return value
 
 
-def allowed_kinds(nodes: list[Node]) -> tuple[set[str], bool]:
+def allowed_kinds(nodes: list[JsonSchema]) -> tuple[set[str], bool]:
     """Returns the allowed kinds of values, and whether numbers must be integers."""
     kinds, is_integer = set(_KINDS), False
     for node in nodes:
@@ -70,7 +69,7 @@ def allowed_kinds(nodes: list[Node]) -> tuple[set[str], bool]:
     return kinds, is_integer
 
 
-def allowed_values(nodes: list[Node]) -> list[Any] | None:
+def allowed_values(nodes: list[JsonSchema]) -> list[Any] | None:
     """Returns the values that `const` and `enum` allow in all schemas; None if no schema has
     either."""
     values: list[Any] | None = None
@@ -102,7 +101,7 @@ def _key(value: Any) -> Any:
     return value
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: JsonValue) -> str:
     match value:
         case None:
             return "null"
@@ -125,7 +124,7 @@ def decimal_of(value: float) -> Decimal:
     return Decimal(repr(value))
 
 
-def number_range(node: Node) -> NumberRange:
+def number_range(node: JsonSchema) -> NumberRange:
     numbers = NumberRange()
     for keyword, is_low, is_open in (
         ("minimum", True, False),

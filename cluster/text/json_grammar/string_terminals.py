@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from fractions import Fraction
-from typing import Any
 
 from swell.cluster.text.json_grammar.number_ranges import NumberRange
 from swell.cluster.text.json_grammar.object_merging import literal
@@ -16,6 +15,7 @@ from swell.cluster.text.json_grammar.string_patterns import (
     search_expression,
     split_lookahead,
 )
+from swell.cluster.text.json_types import JsonSchema
 
 WHITESPACE = r"\x20|\n\x20{0,32}"
 """Whitespace, where JSON allows it: one space, or a line break and its indentation. So a model may
@@ -28,17 +28,17 @@ _PLAIN = r'/"[^"\\\x00-\x1F\x7F]*"/'
 """A string without escapes: a pattern then matches exactly what is written."""
 
 
-def library_rule(schema: dict[str, Any]) -> str:
+def library_rule(schema: JsonSchema) -> str:
     """Returns `%json {...}`, a schema that the library enforces, as a part of a rule."""
     return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
-def string_rule(limits: list[dict[str, Any]], texts: list[str] | None) -> tuple[str, bool]:
+def string_rule(limits: list[JsonSchema], texts: list[str] | None) -> tuple[str, bool]:
     """Returns an expression for strings, and whether it is that of a terminal, not of a rule."""
     splits = [split_lookahead(one["pattern"]) for one in limits if "pattern" in one]
     if any(split is not None and split.ahead for split in splits):
         return _terminal(limits, [split for split in splits if split is not None], texts), True
-    schema: dict[str, Any] = {"type": "string"}
+    schema: JsonSchema = {"type": "string"}
     if texts is not None:
         schema["enum"] = texts
     if len(limits) == 1:
@@ -47,9 +47,7 @@ def string_rule(limits: list[dict[str, Any]], texts: list[str] | None) -> tuple[
     return library_rule({**schema, "allOf": parts} if parts else schema), False
 
 
-def _terminal(
-    limits: list[dict[str, Any]], splits: list[SplitPattern], texts: list[str] | None
-) -> str:
+def _terminal(limits: list[JsonSchema], splits: list[SplitPattern], texts: list[str] | None) -> str:
     parts = [_PLAIN]
     if texts is not None:
         choice = " | ".join(literal(json.dumps(text, ensure_ascii=False)) for text in texts)

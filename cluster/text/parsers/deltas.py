@@ -82,7 +82,7 @@ def merge(deltas: Iterable[AnswerDelta]) -> list[AnswerDelta]:
 
 def collect(deltas: Iterable[AnswerDelta]) -> Message:
     """Returns the whole answer. Content and reasoning are None if there is none."""
-    texts: defaultdict[Any, list[str]] = defaultdict(list)
+    texts: defaultdict[object, list[str]] = defaultdict(list)
     """Texts by kind; those of arguments by their call."""
     calls: list[ToolCall] = []
     for delta in deltas:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 
 from swell.cluster.text.grammar.structured_output import inline_json
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.parsers.deltas import Tool
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -115,10 +115,10 @@ def split_marker(marker: str, special: Mapping[str, int]) -> tuple[str, str]:
     return marker, ""
 
 
-def parameters_of(tool: Tool) -> dict[str, Any]:
+def parameters_of(tool: Tool) -> JsonSchema:
     """Returns the schema of a tool's arguments as an object: arguments are always one, even if the
     schema does not say so."""
-    schema: dict[str, Any] = tool.parameters or NO_ARGUMENTS
+    schema: JsonSchema = tool.parameters or NO_ARGUMENTS
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
         raise ValueError(

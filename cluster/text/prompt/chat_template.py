@@ -60,6 +60,10 @@ def read_template(path: str | None) -> str | None:
     raise ConfigError(f"serve.chat_template={path!r} cannot be read: {why}")
 
 
+TemplateValues = dict[str, Any]
+"""Values by name, as a template reads them: a message, a tool, a call or variables."""
+
+
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options for the rendering of a conversation."""
 
@@ -198,7 +202,7 @@ class ChatTemplate:
         self,
         messages: Sequence[ChatMessage],
         options: TemplateOptions,
-        tools: list[dict[str, Any]],
+        tools: list[TemplateValues],
         change: Change | None,
     ) -> str:
         conversation = self._message_dicts(messages, options)
@@ -225,14 +229,14 @@ class ChatTemplate:
 
     def _message_dicts(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
-    ) -> list[dict[str, Any]]:
+    ) -> list[TemplateValues]:
         """Converts the messages for the template. Most templates know `system` and not its newer
         name `developer`."""
         knows_developer = "developer" in (options.template or self.text)
         plain = []
         for message in messages:
             rename = message.role == "developer" and not knows_developer
-            one: dict[str, Any] = {"role": "system" if rename else message.role}
+            one: TemplateValues = {"role": "system" if rename else message.role}
             one["content"] = message.text
             for name in ("name", "tool_call_id"):
                 if getattr(message, name) is not None:
@@ -245,19 +249,19 @@ class ChatTemplate:
         return plain
 
 
-def _texts_of_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _texts_of_message(message: Mapping[str, Any]) -> TemplateValues:
     """Returns all fields except the role, which is a name and holds no control token."""
     return {name: value for name, value in message.items() if name != "role"}
 
 
-def _text_variables(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _text_variables(variables: Mapping[str, Any]) -> TemplateValues:
     """Returns all variables except those that name a control token, such as `bos_token`."""
     return {name: value for name, value in variables.items() if not name.endswith("_token")}
 
 
 def _forms(
     messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
-) -> Iterator[tuple[Sequence[ChatMessage], list[dict[str, Any]]]]:
+) -> Iterator[tuple[Sequence[ChatMessage], list[TemplateValues]]]:
     """Yields a conversation and its tools as they were sent, then in forms that more templates
     accept."""
     sent = [tool.as_sent for tool in tools]
@@ -298,7 +302,7 @@ def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] 
     return alone
 
 
-def _call_dict(call: MessageToolCall) -> dict[str, Any]:
+def _call_dict(call: MessageToolCall) -> TemplateValues:
     """Returns a tool call for the template. Templates expect the arguments as an object, but a
     model may have written something else, or an incomplete object: then its longest valid prefix is
     used."""
@@ -312,7 +316,7 @@ def _call_dict(call: MessageToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _filled(tool: dict[str, Any]) -> dict[str, Any]:
+def _filled(tool: TemplateValues) -> TemplateValues:
     """Fills in fields that a tool may omit, for templates that require them."""
     given = {name: value for name, value in tool["function"].items() if value is not None}
     empty = {"description": "", "parameters": {"type": "object", "properties": {}}}

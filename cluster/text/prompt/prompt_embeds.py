@@ -144,7 +144,7 @@ def check_params(
         raise needs_tokens("repetition_penalty", params.repetition_penalty, field)
 
 
-def needs_tokens(name: str, value: Any, field: str) -> BadRequest:
+def needs_tokens(name: str, value: object, field: str) -> BadRequest:
     rule = f"needs the tokens of the prompt, but {field} has none; leave it out"
     return bad_value(name, value, rule, "unsupported_value")
 

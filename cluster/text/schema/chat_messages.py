@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.params.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody
@@ -204,7 +205,7 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
     cache_control: Any = None
 
     @cached_property
-    def as_sent(self) -> dict[str, Any]:
+    def as_sent(self) -> JsonObject:
         """The tool in the form that the chat template sees: as its client wrote it (`keep_tools`)
         or, with another API, its known fields."""
         assert self.function is not None, "tools were checked"
@@ -216,7 +217,7 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
 
 
 def function_tool(
-    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+    name: str, description: str | None, parameters: JsonObject | None, strict: bool | None
 ) -> ToolDefinition:
     """Returns a tool definition for a tool of another API."""
     function = FunctionDefinition(

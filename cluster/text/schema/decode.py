@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.params.field_path import (
     MAX_PATH_CHARS,
     Key,
@@ -129,7 +130,7 @@ def _explain_syntax(error: Exception, body: bytes) -> BadRequest:
 
 def _find_surrogate(value: object) -> list[Key] | None:
     """Returns the path of the first string that cannot be encoded as UTF-8."""
-    items: Iterable[tuple[Key, Any]] = ()
+    items: Iterable[tuple[Key, JsonValue]] = ()
     if isinstance(value, str):
         return None if _is_text(value) else []
     if isinstance(value, dict):
@@ -204,7 +205,7 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
     return f"the field {shown(full)} is unknown{did_you_mean(name, known)}"
 
 
-def _lookup(body: bytes, path: str) -> tuple[bool, Any]:
+def _lookup(body: bytes, path: str) -> tuple[bool, JsonValue]:
     """Returns whether there is a single value at `path`, and the value."""
     try:
         value = msgspec.json.decode(body)

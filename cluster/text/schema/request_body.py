@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.schema.known_fields import Ecosystem
 
@@ -54,7 +55,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @cache
-def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[Any, ...]]:
+def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[JsonValue, ...]]:
     """Returns the fields that are not served, with their neutral values."""
     info = msgspec.inspect.type_info(kind)
     assert isinstance(info, msgspec.inspect.StructType), "bodies are structs"
@@ -65,7 +66,7 @@ def not_served(kind: type[RequestBody]) -> Mapping[str, tuple[Any, ...]]:
     }
 
 
-def check_neutral(path: str, value: Any, neutral: tuple[Any, ...]) -> None:
+def check_neutral(path: str, value: JsonValue, neutral: tuple[JsonValue, ...]) -> None:
     """Raises `BadRequest` for a field whose value needs an unsupported feature; names the field."""
     # In Python 0 equals False, but not in JSON.
     if value is None or any(

@@ -29,6 +29,8 @@ from swell.configs.runtime.log import first_line
 from swell.configs.schema import Config, ConfigError
 
 T = TypeVar("T")
+RayNode = dict[str, Any]
+"""An entry of `ray.nodes()`."""
 
 _GCS_S = 20.0
 """How long Ray's GCS may take to connect, to list, or to disconnect."""
@@ -78,9 +80,7 @@ def ask_cluster(
 class _Inquiry:
     """The requests to all hosts, one step after the other."""
 
-    def __init__(
-        self, nodes: Mapping[str, dict[str, Any]], survey: Survey, timeout_s: float
-    ) -> None:
+    def __init__(self, nodes: Mapping[str, RayNode], survey: Survey, timeout_s: float) -> None:
         self._nodes = nodes
         self._survey = survey
         self._timeout_s = timeout_s
@@ -188,17 +188,17 @@ def _connection(address: str) -> Iterator[None]:
             within(_GCS_S, ray.shutdown)
 
 
-def _by_name(nodes: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_name(nodes: Sequence[RayNode]) -> dict[str, RayNode]:
     """Returns nodes by address; if several nodes have the same address, the start of the id is
     appended."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, RayNode] = {}
     for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         name = node["NodeManagerAddress"]
         found[f"{name}/{node['NodeID'][:6]}" if name in found else name] = node
     return found
 
 
-def _lost(nodes: Sequence[dict[str, Any]]) -> dict[str, str]:
+def _lost(nodes: Sequence[RayNode]) -> dict[str, str]:
     """Returns the hosts without a living node that were not removed on purpose, and why."""
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     return {

@@ -35,7 +35,7 @@ class _RayService(msgspec.Struct):
     spec: _Spec
 
 
-def read_source(source: str) -> tuple[str, dict[str, Any]]:
+def read_source(source: str) -> tuple[str, dict[str, object]]:
     """Returns the configuration that such a file names, and its overrides. Any other source is
     returned unchanged, without overrides. Raises ConfigError."""
     data = _data_of(source)
@@ -56,7 +56,7 @@ def read_source(source: str) -> tuple[str, dict[str, Any]]:
     return config, dict(parse_override(f"{key}={value}") for key, value in args.items())
 
 
-def _data_of(source: str) -> Any:
+def _data_of(source: str) -> object:
     """Returns the content of a YAML file. None if it is another kind of file or cannot be read:
     loading it as a configuration then reports the reason."""
     path = Path(os.path.expanduser(source))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from swell.cluster.text.grammar.lark_compiler import MAX_BYTES
 from swell.cluster.text.grammar.structured_output import inline_json
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import (
     CallGrammar,
@@ -102,7 +103,7 @@ class _ToolRules:
         ]
         return [f"call_{self._index}: {' '.join([head, 'nl', *elements])}", *self._rules]
 
-    def _object(self) -> dict[str, Any]:
+    def _object(self) -> JsonSchema:
         schema = parameters_of(self._tool)
         for keyword in sorted(set(schema) - _KEYWORDS):
             raise ValueError(

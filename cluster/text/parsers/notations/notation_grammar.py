@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from swell.cluster.text.grammar.structured_output import inline_json
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import any_call, literal, marker_expression, parameters_of
 from swell.cluster.text.parsers.notations.notation import PYTHON, Notation
@@ -59,7 +60,7 @@ class _Arguments:
         self._root = parameters_of(tool)
         self.all = self.members(self._root, f"parameters of tool {tool.name!r}", 0)
 
-    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+    def value(self, schema: JsonSchema, where: str, depth: int) -> str:
         """Returns the name of a rule, or an expression in brackets."""
         raise NotImplementedError
 
@@ -115,7 +116,7 @@ class _Arguments:
 
 
 class _PythonArguments(_Arguments):
-    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+    def value(self, schema: JsonSchema, where: str, depth: int) -> str:
         """Returns a rule for a JSON value, with the definitions that it refers to."""
         try:
             return self._rule(inline_json(with_definitions(schema, self._root)))
@@ -124,7 +125,7 @@ class _PythonArguments(_Arguments):
 
 
 class _GemmaArguments(_Arguments):
-    def value(self, schema: dict[str, Any], where: str, depth: int) -> str:
+    def value(self, schema: JsonSchema, where: str, depth: int) -> str:
         if not schema:
             return "any_value"
         if "$ref" in schema:
@@ -142,7 +143,7 @@ class _GemmaArguments(_Arguments):
             return self._one_of([{**schema, "type": one} for one in kind], where, depth)
         return self._of_kind(kind, schema, where, depth)
 
-    def _of_kind(self, kind: Any, schema: dict[str, Any], where: str, depth: int) -> str:
+    def _of_kind(self, kind: Any, schema: JsonSchema, where: str, depth: int) -> str:
         if kind in _SCALARS:
             return self._rule(inline_json(schema))
         self._check(schema, _KNOWN_KEYS.get(kind, frozenset()), where)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from swell.cluster.text.json_grammar.string_patterns import search_expression
+from swell.cluster.text.json_types import JsonObject, JsonSchema
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES, JsonChecker
 from swell.cluster.text.parsers.notations.values import (
@@ -69,18 +70,18 @@ _OTHER_KEYWORDS = frozenset(
 """Keywords that do not constrain strings."""
 
 
-def split_schema(schema: Any, root: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+def split_schema(schema: Any, root: JsonSchema) -> tuple[list[JsonSchema], Any]:
     """Returns the schemas of the strings that a schema allows, and the schema of its other values,
     or None if it allows no others. Raises ValueError for a schema that cannot be split."""
     return _Splitter(root).split(schema)
 
 
 class _Splitter:
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: JsonObject) -> None:
         self._root = root
         self._nodes_left = MAX_SCHEMA_NODES
 
-    def split(self, schema: Any) -> tuple[list[dict[str, Any]], Any]:
+    def split(self, schema: Any) -> tuple[list[JsonSchema], Any]:
         self._nodes_left -= 1
         if self._nodes_left < 0:
             raise ValueError(f"has more than {MAX_SCHEMA_NODES} alternatives, or refers to itself")
@@ -98,16 +99,14 @@ class _Splitter:
             raise ValueError("combines anyOf, oneOf, allOf or $ref with other keywords")
         return _split_plain(schema, types)
 
-    def _split_options(
-        self, schema: dict[str, Any], keyword: str
-    ) -> tuple[list[dict[str, Any]], Any]:
+    def _split_options(self, schema: JsonSchema, keyword: str) -> tuple[list[JsonSchema], object]:
         parts = [self.split(option) for option in field(schema, keyword, list)]
         others = [other for _, other in parts if other is not None]
         return [one for texts, _ in parts for one in texts], {keyword: others} if others else None
 
 
 def field(
-    schema: dict[str, Any], keyword: str, kind: type[_Kind], default: _Kind | None = None
+    schema: JsonSchema, keyword: str, kind: type[_Kind], default: _Kind | None = None
 ) -> _Kind:
     """Returns the value of a keyword. Raises ValueError for a value of the wrong kind."""
     value = schema.get(keyword, default)
@@ -117,8 +116,8 @@ def field(
 
 
 def _split_plain(
-    schema: dict[str, Any], types: frozenset[str]
-) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    schema: JsonSchema, types: frozenset[str]
+) -> tuple[list[JsonSchema], JsonSchema | None]:
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else field(schema, "enum", list)
         texts = [{"enum": [value for value in values if isinstance(value, str)]}]
@@ -129,7 +128,7 @@ def _split_plain(
     return [schema], {**rest, "type": others} if others else None
 
 
-def with_definitions(schema: dict[str, Any], root: dict[str, Any]) -> dict[str, Any]:
+def with_definitions(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
     """Returns a part of `root`, with the definitions that it refers to. Raises ValueError for a
     reference to anything else."""
     refers, level = False, [schema]
@@ -155,7 +154,7 @@ class TextGrammar:
         self._forbidden = forbidden
         self._bare = f"~/(?s:.*){grammar.any_of(forbidden)}(?s:.*)/"
 
-    def rules(self, name: str, schema: dict[str, Any], others: frozenset[str]) -> list[str]:
+    def rules(self, name: str, schema: JsonSchema, others: frozenset[str]) -> list[str]:
         """Returns the rules of a string and its end. `others` are the other types that the parser
         reads from text. Raises ValueError for a schema that no rule can enforce."""
         if "enum" in schema:
@@ -197,7 +196,7 @@ class TextGrammar:
         ]
 
 
-def _bodies(schema: dict[str, Any]) -> tuple[list[str], bool]:
+def _bodies(schema: JsonSchema) -> tuple[list[str], bool]:
     """Returns expressions that the text must match, all of them, and whether the text may be
     empty."""
     known = {"type", "enum"} | _TEXT_KEYWORDS | _OTHER_KEYWORDS | ANNOTATIONS

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from swell.cluster.text.json_types import JsonObject, JsonSchema, JsonValue
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES, PYTHON_WORDS, JsonChecker
 
 STRING = frozenset(("string",))
@@ -83,7 +84,7 @@ class TypedText:
         return self._opened() + json_escaped(held)
 
 
-def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
+def parameter_types(parameters: JsonObject, key: str) -> frozenset[str]:
     """Returns the types that a tool's schema allows for one of its arguments."""
     properties, schema = parameters.get("properties"), parameters.get("additionalProperties", True)
     if isinstance(properties, dict) and key in properties:
@@ -91,13 +92,13 @@ def parameter_types(parameters: dict[str, Any], key: str) -> frozenset[str]:
     return schema_types(schema, parameters)
 
 
-def schema_types(schema: Any, root: dict[str, Any]) -> frozenset[str]:
+def schema_types(schema: Any, root: JsonSchema) -> frozenset[str]:
     """Returns the types of values that a schema allows; its references point into `root`."""
     return _SchemaTypes(root).of(schema)
 
 
 class _SchemaTypes:
-    def __init__(self, root: dict[str, Any]) -> None:
+    def __init__(self, root: JsonObject) -> None:
         self._root = root
         self._nodes_left = MAX_SCHEMA_NODES
 
@@ -118,14 +119,14 @@ class _SchemaTypes:
         return types or JSON_TYPES
 
     @staticmethod
-    def _of_values(schema: dict[str, Any]) -> frozenset[str]:
+    def _of_values(schema: JsonObject) -> frozenset[str]:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if not isinstance(values, list):
             return JSON_TYPES
         return frozenset(_PYTHON_TYPES.get(type(value), "string") for value in values)
 
 
-def _named(names: Any) -> frozenset[str]:
+def _named(names: JsonValue) -> frozenset[str]:
     listed = names if isinstance(names, list) else [names]
     known = [
         _TYPES.get(name, JSON_TYPES) if isinstance(name, str) else JSON_TYPES for name in listed
@@ -133,7 +134,7 @@ def _named(names: Any) -> frozenset[str]:
     return frozenset().union(*known)
 
 
-def resolve(reference: str, root: dict[str, Any]) -> Any:
+def resolve(reference: str, root: JsonSchema) -> Any:
     """Returns the target of a reference such as `#/$defs/Place`; None if it does not exist."""
     if not reference.startswith("#"):
         return None
