@@ -18,7 +18,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ServeDeploySchema
 
 from swell.cluster.app import Contact, application
-from swell.cluster.control.upgrade_check import family_of
+from swell.cluster.control.upgrade_check import cluster_id_of
 from swell.configs.schema import load
 from swell.coordinator.transport.ports import free_port
 from tests.e2e.cluster import NANO
@@ -60,7 +60,7 @@ def deploy(**overrides: Any) -> int:
     manager = serve.get_deployment_handle("Manager", "again")
 
     def meet() -> Contact | None:
-        found: Contact | None = manager.contact.remote(family_of(config)).result(timeout_s=30)
+        found: Contact | None = manager.contact.remote(cluster_id_of(config)).result(timeout_s=30)
         return found
 
     return until(meet, "a manager of this configuration").port

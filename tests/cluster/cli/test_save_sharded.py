@@ -8,7 +8,7 @@ import pytest
 
 from swell.cluster.cli.main import main
 from swell.cluster.control.plan.upgrade import UpgradeRefused
-from swell.cluster.control.upgrade_check import family_of, upgraded
+from swell.cluster.control.upgrade_check import cluster_id_of, upgraded
 from swell.cluster.local import LLM, SamplingParams
 from swell.cluster.text.model_folder import check
 from swell.configs.files.sharded_index import INDEX_NAME, file_names
@@ -86,7 +86,7 @@ def test_a_cluster_can_be_upgraded_to_it(saved: Path) -> None:
     running = load(str(NANO))
     config, kept = upgraded(running, {"model": {"path": str(saved), "load_format": "sharded"}})
     assert config.model.path == str(saved) and kept == []
-    assert family_of(config) == family_of(running)
+    assert cluster_id_of(config) == cluster_id_of(running)
     with pytest.raises(UpgradeRefused, match=r"parallel\.tensor=1"):
         upgraded(running, {"model": {"path": str(saved)}, "parallel": {"tensor": 2}})
 
