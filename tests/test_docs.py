@@ -1,4 +1,5 @@
-"""Links of the documentation lead somewhere, and each page is reached from the index."""
+"""Links of the documentation lead somewhere, and each page is reached from the index. A page begins
+with its purpose, and its lines are short."""
 
 from __future__ import annotations
 
@@ -20,6 +21,13 @@ FILE = re.compile(
     r"[\w/.-]*\w\.(?:py|yaml|sh|cpp|h|json))\b"
 )
 PATH = re.compile(r"(?<![\w/])docs/[\w/-]+\.(?:md|svg|json)\b")
+
+MAX_LINE = 100
+ATOM = re.compile(r"(?:`[^`]*`|\[[^\]]*\]\([^)\s]*\)|\S)+")
+"""A word, a link or a piece of code, which a line break does not divide."""
+ITEM = re.compile(r" *(?:[-*]|\d+\.) ")
+GENERATED = re.compile(r"^<!-- \w+ -->$.*?^<!-- end -->$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^ *```.*?^ *```$", re.DOTALL | re.MULTILINE)
 
 
 def links(text: str) -> list[str]:
@@ -107,3 +115,41 @@ def test_the_steps_of_a_request_are_in_their_files(file: str, function: str) -> 
 def test_each_step_of_a_request_is_read() -> None:
     rows = [line for line in REQUEST_PATH.read_text().splitlines() if line.count(" | `") == 2]
     assert len(STEP.findall(REQUEST_PATH.read_text())) == len(rows) > 30
+
+
+def long_lines(text: str) -> list[str]:
+    """Returns the lines that are too long and could be divided. Tables, fenced code, and what
+    programs write into a page may be longer."""
+    prose = FENCED.sub("", GENERATED.sub("", text)).splitlines()
+    return [
+        line
+        for line in prose
+        if len(line) > MAX_LINE
+        and not line.lstrip().startswith("|")
+        and len(ATOM.findall(ITEM.sub("", line, count=1))) > 1
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lines_are_short(page: Path) -> None:
+    assert long_lines(page.read_text()) == []
+
+
+def test_long_lines_are_found() -> None:
+    word, link = "word " * 20, f"[{'a b ' * 30}](page.md)"
+    assert long_lines(f"{word}\n- {word}\n") == [f"- {word}"]
+    assert long_lines(f"- `{word * 2}`,\n{link}.\n") == []
+    assert long_lines(f"{link} and {link}") == [f"{link} and {link}"]
+    assert long_lines(f"| {word * 2} |\n```text\n{word * 2}\n```\n") == []
+    assert long_lines(f"<!-- bench -->\n{word * 2}\n<!-- end -->\n{word * 2}") == [word * 2]
+
+
+def opening(page: Path) -> str:
+    """Returns the first paragraph of a page after its title."""
+    return page.read_text().split("\n\n")[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_begins_with_its_purpose(page: Path) -> None:
+    if page not in (ROOT / "README.md", INDEX):  # README says what Swell is, the index lists pages
+        assert re.search(r"\b[Tt]his page\b", opening(page)), opening(page)
