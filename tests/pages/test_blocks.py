@@ -1,6 +1,6 @@
 """The code blocks of the pages are right: commands parse, Python runs, configurations load.
 
-The requests of `curl` are sent to a server in `tests/e2e/one_engine/test_page_requests.py`.
+The requests of `curl` are sent to a server in `test_page_requests.py`.
 """
 
 from __future__ import annotations
