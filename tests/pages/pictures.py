@@ -54,7 +54,7 @@ class Box(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """A straight arrow with a text beside its middle."""
+    """A straight arrow with a text near its middle."""
 
     start: tuple[float, float]
     end: tuple[float, float]
