@@ -32,6 +32,7 @@ MESSAGES_CHECKED = (
     "engine",
     "kernels",
     "package",
+    "worker",
 )
 """Folders whose string literals are checked: errors, log lines, help texts, descriptions."""
 

@@ -14,7 +14,7 @@ def device_of(configured: str, local_rank: int) -> torch.device:
         raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"worker {local_rank} of this machine wants a GPU of its own, but torch sees "
+            f"worker {local_rank} of this machine needs a GPU of its own, but torch sees "
             f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
         )
     return torch.device("cuda", local_rank)

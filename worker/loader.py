@@ -74,7 +74,9 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     try:
         config.get_text_config()
     except ValueError as error:
-        raise ValueError(f"model {path!r} is no single text model: {first_line(error)}") from None
+        raise ValueError(
+            f"model {path!r} is not a single text model: {first_line(error)}"
+        ) from None
     return config
 
 
@@ -88,8 +90,7 @@ def _check_architecture(hf_config: Any) -> None:
         return
     raise ValueError(
         f"architectures={named[0]!r} is not the causal language model of model_type={kind!r}, "
-        f"which is {classes[0]!r}: only that one is served; if config.json names the wrong one, "
-        "correct it"
+        f"which is {classes[0]!r}; only this class is served. If config.json is wrong, correct it"
     )
 
 
@@ -211,8 +212,8 @@ def load_weight_shards(
     for shard in weight_shards:
         if shard.name not in weight_map:
             raise ValueError(
-                f"model {str(folder)!r}: the weights lack the tensor {shard.name!r}; the files "
-                "belong to another model than config.json, or the download is not complete"
+                f"model {str(folder)!r}: the weights have no tensor {shard.name!r}; the files do "
+                "not belong to this config.json, or the download is incomplete"
             )
         by_file[weight_map[shard.name]].append(shard)
     for file in sorted(by_file):
@@ -265,9 +266,9 @@ def _read(path: Path, weight_shards: Sequence[WeightShard], report: _LoadProgres
             shape = tuple(source.get_shape())
             if shape != tuple(shard.shape):
                 raise ValueError(
-                    f"tensor {shard.name!r} in {str(path)!r} has the shape {list(shape)}, but the "
-                    f"config.json beside it makes it {list(shard.shape)}; the two do not belong "
-                    "together"
+                    f"tensor {shard.name!r} in {str(path)!r} has the shape {list(shape)}, but its "
+                    f"config.json requires {list(shard.shape)}; use the weights and the "
+                    "config.json of one model"
                 )
             for target, index in _chunks(shard):
                 target.copy_(source[index] if index else file.get_tensor(shard.name))
@@ -294,21 +295,21 @@ def _open(path: Path) -> Iterator[Any]:
         opened = safe_open(str(path), framework="pt", device="cpu")
     except FileNotFoundError:
         raise ValueError(
-            f"the weights' file {str(path)!r} is missing although the index names it; "
-            "copy or download it again"
+            f"the weights' file {str(path)!r} is missing, but the index lists it; copy or "
+            "download it again"
         ) from None
     except (SafetensorError, OSError) as error:
         raise ValueError(
-            f"the weights' file {str(path)!r} cannot be read ({error}); it is cut off or no "
-            "safetensors file: copy or download it again"
+            f"the weights' file {str(path)!r} cannot be read ({error}); it is incomplete or not a "
+            "safetensors file; copy or download it again"
         ) from None
     with opened as file:
         try:
             yield file
         except SafetensorError as error:
             raise ValueError(
-                f"the weights' file {str(path)!r} does not hold what the index names ({error}); "
-                "copy or download both again"
+                f"the weights' file {str(path)!r} does not have a tensor that the index lists "
+                f"({error}); copy or download both again"
             ) from None
 
 
@@ -363,7 +364,7 @@ def _check_path(path: str) -> None:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model {path!r} has no config.json: it is no model folder")
+            raise ValueError(f"model {path!r} has no config.json, so it is not a model folder")
         return
     parts = path.split("/")
     if os.path.isabs(path) or path.startswith((".", "~")) or not 1 <= len(parts) <= 2:
@@ -378,7 +379,7 @@ def _folder(path: str) -> Path:
         folder = model_folder(path, HUB_FILES)
     except Exception as error:
         raise ValueError(
-            f"model {path!r}: there is no such folder, and the hub does not give it "
+            f"model {path!r}: there is no such folder, and the hub did not return the model "
             f"({first_line(error)}); check model.path, the network, and HF_TOKEN"
         ) from None
     if not os.path.isdir(path):  # `load_config` has checked a local folder
@@ -390,7 +391,7 @@ def _explain_config(path: str, error: Exception) -> str:
     text = first_line(error)
     if not os.path.isdir(path):
         return (
-            f"model {path!r}: there is no such folder, and the hub does not give its config.json "
+            f"model {path!r}: there is no such folder, and the hub did not return its config.json "
             f"({text}); check model.path, the network, and HF_TOKEN"
         )
     file = Path(path) / "config.json"

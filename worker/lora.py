@@ -68,7 +68,7 @@ class NoAdapters:
 
     def load(self, command: LoadAdapter, rank: int, on_loaded: OnLoaded) -> None:
         name = shown(command.adapter.name)
-        raise AdapterNotLoaded(f"adapter {name}: this worker takes none")
+        raise AdapterNotLoaded(f"adapter {name}: this worker does not support adapters")
 
     def number_of(self, digest: str) -> int | None:
         """Returns the number that layers know the adapter by; None: the base model without an
@@ -98,8 +98,8 @@ class Adapters(NoAdapters):
         adapters."""
         if not isinstance(model, SupportsLoRA) or not model.takes_adapters:
             raise ValueError(
-                f"{config.reason}: this model takes no adapters, only native dense models that "
-                f"sample do (llama, mistral, qwen2, qwen3); {MERGE}"
+                f"{config.reason}: this model does not support adapters; only native dense models "
+                f"that generate text do (llama, mistral, qwen2, qwen3); {MERGE}"
             )
         self._config, self._modules = config, model.linear_modules()
         self._dtype, self._device = dtype, model.device
@@ -131,7 +131,7 @@ class Adapters(NoAdapters):
         digest, future = adapter.digest, self._numbers.get(adapter.digest)
         stays = future is not None and digest not in self._at_place.values()
         if not stays and place >= self._config.max_adapters:
-            why = "has other files than when this worker read it; start the engines again"
+            why = "has other files than when this worker read it; restart the engines"
             failure = f"adapter {shown(adapter.name)}: {adapter.folder} {why}"
             on_loaded(AdapterLoaded(rank, digest, failure, load))
             return
@@ -244,8 +244,8 @@ class Adapters(NoAdapters):
         for matrix in found:
             if not bool(torch.isfinite(matrix).all()):
                 raise ValueError(
-                    f"adapter {shown(files.name)}: the matrices of {part.module!r} hold NaN or "
-                    f"infinity as {self._dtype}; train the adapter again, or remove it"
+                    f"adapter {shown(files.name)}: the matrices of {part.module!r} contain NaN or "
+                    f"infinity in {self._dtype}; train the adapter again, or remove it"
                 )
         return LoraMatrices(*(matrix.to(self._device) for matrix in found))
 
@@ -273,7 +273,7 @@ def _check_digest(adapter: Adapter) -> None:
     if adapter_digest(adapter.name, adapter.folder) != adapter.digest:
         raise ValueError(
             f"adapter {shown(adapter.name)}: {adapter.folder} has other files here than when it "
-            "was loaded; load it again, and give all hosts the same files"
+            "was loaded; load it again, with the same files on all hosts"
         )
 
 
@@ -284,15 +284,15 @@ def _check_modules(files: AdapterFiles, modules: Sequence[str]) -> None:
     for module in files.modules:
         if module not in known:
             raise ValueError(
-                f"{where}: it adapts {shown(module)}; this model has adapters of its linear modules"
-                f" alone, {modules[0]!r} .. {modules[-1]!r}: the adapter belongs to another model, "
-                f"or {MERGE}"
+                f"{where}: it adapts {shown(module)}, but only the linear modules of this model "
+                f"can be adapted ({modules[0]!r} .. {modules[-1]!r}): use an adapter of this "
+                f"model, or {MERGE}"
             )
     for module in modules:
         if files.adapts(module) and module not in files.modules:
             raise ValueError(
-                f"{where}: the weights lack {module!r}, which target_modules names: the adapter "
-                "belongs to another model, or the file is cut off"
+                f"{where}: the weights have no {module!r}, which target_modules contains: the "
+                "adapter belongs to another model, or the file is incomplete"
             )
 
 
@@ -300,9 +300,9 @@ def _check_shapes(files: AdapterFiles, part: LoraPart, module: AdapterModule) ->
     outs, size = part.shape
     if (module.b.shape[0], module.a.shape[1]) != (outs, size):
         raise ValueError(
-            f"adapter {shown(files.name)}: {part.module!r} is adapted from "
-            f"{module.a.shape[1]} to {module.b.shape[0]} numbers, but the model's has {size} to "
-            f"{outs}: the adapter belongs to another model"
+            f"adapter {shown(files.name)}: {part.module!r} has {module.a.shape[1]} inputs and "
+            f"{module.b.shape[0]} outputs, but in the model it has {size} and {outs}: the adapter "
+            "belongs to another model"
         )
 
 

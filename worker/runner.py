@@ -230,14 +230,14 @@ class ModelRunner:
     def _apply(self, plan: SchedulerOutput) -> None:
         """Puts new requests into their slots, and assigns blocks to new and running requests."""
         if plan.copies:
-            assert self._offload is not None, "the engine knows the worker's limits"
+            assert self._offload is not None, "the engine has checked the worker's limits"
             self._offload.apply(plan.copies)
         for file in plan.imports:
-            assert self._block_files is not None, "the engine has looked for the file"
+            assert self._block_files is not None, "the engine has checked that the file exists"
             try:
                 self._block_files.read(file)
             except OSError as error:  # the engine starts over: this worker is not at fault
-                raise GroupError(f"blocks of another engine cannot be read: {error}") from error
+                raise GroupError(f"cannot read the blocks of another engine: {error}") from error
         for row in plan.new_requests:
             self.failed.forget(row.slot)
             try:
@@ -245,7 +245,7 @@ class ModelRunner:
             except (*NON_REQUEST_ERRORS, AdapterNotLoaded):
                 raise
             except Exception as error:
-                self.failed.add(row.slot, f"the worker refused it: {describe(error)}")
+                self.failed.add(row.slot, f"the worker refused the request: {describe(error)}")
                 self._add_refused(row)
             self.blocks.stage_set(row.slot, row.block_ids)
         for blocks in plan.new_blocks:

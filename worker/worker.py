@@ -195,7 +195,7 @@ class Worker:
         The arguments are the engine's: the smallest limits of all its workers. Raises `OSError` if
         the file for blocks on disk cannot be created.
         """
-        assert self.mesh is not None, "load comes first"
+        assert self.mesh is not None, "load must be called first"
         backends.prepare(self.device.type)
         self._cache_size = num_blocks, max_model_len, offload_blocks
         cache = self.config.cache
@@ -224,7 +224,7 @@ class Worker:
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Computes one step (see `ModelRunner.execute_model`)."""
-        assert self.runner is not None, "init_cache comes first"
+        assert self.runner is not None, "init_cache must be called first"
         self._prepare_thread()
         return self.runner.execute_model(plan)
 
@@ -241,7 +241,7 @@ class Worker:
         called, and `ValueError` if experts cannot be read; then the groups between engines cannot
         be used until the next plan.
         """
-        assert self.mesh is not None, "load comes first"
+        assert self.mesh is not None, "load must be called first"
         self._prepare_thread()
         self.mesh.begin(plan.generation)
         if store is None and plan.store is not None:
@@ -399,7 +399,7 @@ class Worker:
         for experts that an engine loads only for itself, so no collective would show the abort."""
         assert self.mesh is not None
         if self.mesh.is_aborted:
-            raise GroupError("aborted while it loaded experts for itself")
+            raise GroupError("aborted while it loaded all experts")
         self._count_progress()
 
     def _prepare_thread(self) -> None:

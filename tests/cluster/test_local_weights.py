@@ -185,12 +185,15 @@ BAD = {
     "an empty folder": (lambda folder: folder, "config.json"),
     "another size": (larger, "head_dim=16"),
     "another theta": (another_key, "rope"),
-    "a tensor is missing": (without_a_tensor, "lack"),
+    "a tensor is missing": (without_a_tensor, "have no"),
     "another shape": (of_another_shape, "shape"),
     "a file that is cut": (cut, "damaged"),
-    "an index of more": (lacking_what_the_index_names, "does not hold what the index names"),
-    "no tensor": (lambda folder: {"a": 1}, "no tensor"),
-    "nothing": (lambda folder: {}, "lack"),
+    "an index of more": (
+        lacking_what_the_index_names,
+        "does not have a tensor that the index lists",
+    ),
+    "no tensor": (lambda folder: {"a": 1}, "not a tensor"),
+    "nothing": (lambda folder: {}, "have no"),
 }
 
 
@@ -221,8 +224,11 @@ def test_weights_that_cannot_be_used_change_nothing(
 
 
 NO_TENSORS = {
-    "a number": ({"a": 1}, "'a' is of type int, and no tensor"),
-    "a number as name": ({1: torch.zeros(1)}, "1 is of type int, and no name of a tensor"),
+    "a number": ({"a": 1}, "'a' has the type int, which is not a tensor"),
+    "a number as name": (
+        {1: torch.zeros(1)},
+        "1 has the type int; the name of a tensor must be a str",
+    ),
     "no values": ({"a": torch.zeros(1, device="meta")}, "'a' has no values"),
     "sparse": ({"a": torch.zeros(2, 2).to_sparse()}, "layout torch.sparse_coo"),
 }
@@ -334,7 +340,7 @@ def test_random_weights_stay_when_others_are_refused(old: Path, tmp_path: Path) 
     save_file(without_a_tensor(tmp_path), bad / "model.safetensors", {"format": "pt"})
     with engine(old, **{"model.load_format": "dummy"}) as llm:
         before = answers(llm)
-        with pytest.raises(ValueError, match="lack"):
+        with pytest.raises(ValueError, match="have no"):
             llm.update_weights(bad)
         assert answers(llm) == before
 

@@ -173,7 +173,10 @@ class SimGroups:
             while len(group.members) < group.engines:
                 absent = sorted(set(range(group.engines)) - set(group.members))
                 await self._wait(
-                    begun, is_aborted, f"engines {absent} of {group.engines} did not come", absent
+                    begun,
+                    is_aborted,
+                    f"engines {absent} of {group.engines} did not connect",
+                    absent,
                 )
                 if not self._answers(store, process):
                     raise GroupBroken(f"the store at {store} is gone")

@@ -114,7 +114,7 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone(
                 "error",
                 "length",
             ]
-            assert "adapted from 128 to 64 numbers" in str(answers[0].outputs[0].stop_reason)
+            assert "has 128 inputs and 64 outputs" in str(answers[0].outputs[0].stop_reason)
             assert "has other files here" in str(answers[2].outputs[0].stop_reason)
             assert ids_of(answers[1::2]) == [llama.reference[name][0] for name in ("", "all")]
         llm.check_idle()

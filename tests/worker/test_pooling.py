@@ -263,12 +263,12 @@ def test_vectors_that_are_no_numbers_fail_their_request_alone(tmp_path):
     ("changes", "settings", "reason"),
     [
         ({}, {"parallel.pipeline": 2}, "an encoder is not split into stages"),
-        ({}, {"model.backend": "transformers"}, "pools with model.backend=native alone"),
+        ({}, {"model.backend": "transformers"}, "pools only with model.backend=native"),
         ({}, {"model.max_model_len": 129}, "model.max_model_len=129 is above the model's"),
         (
             {},
             {"scheduler.max_tokens_per_step": 64, "model.max_model_len": 100},
-            "above the 64 tokens of scheduler.max_tokens_per_step",
+            "above 64, scheduler.max_tokens_per_step",
         ),
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not supported for an encoder"),
     ],

@@ -114,8 +114,8 @@ def _cell(own: Iterable[Outcome], backend: str, split: str) -> str:
 def short(note: str) -> str:
     """Returns only the reason: the row itself names what is refused, and the message has the way
     out."""
-    text = re.sub(r"^architecture '\w+' (cannot be served|is no causal LM[^:]*): ", "", note)
-    text = re.sub(r", and that does not fit the paged KV cache;.*$", "", text)
+    text = re.sub(r"^architecture '\w+' (cannot be served|is not a causal LM[^:]*): ", "", note)
+    text = re.sub(r", which the paged KV cache does not support;.*$", "", text)
     text = text.replace("|", "/").replace("model 'FOLDER' ", "")
     return text if len(text) <= WHY_CHARS else f"{text[:WHY_CHARS]}..."
 

@@ -159,7 +159,7 @@ class Mesh:
         one does not join or `abort` is called; groups that were not formed are then closed, and
         their operations raise until a later plan.
         """
-        assert plan.generation == self.generation, "begin comes first"
+        assert plan.generation == self.generation, "begin must be called first"
         for group in self._between_engines():
             group.close()
         if own_store is not None:
@@ -167,7 +167,7 @@ class Mesh:
         if plan.engines == 1:
             self.data, self.sync, self.expert = SoloGroup(), SoloGroup(), self.tensor
         else:
-            assert expert_store is not None, "several engines need a store to meet"
+            assert expert_store is not None, "several engines need a store to find each other"
             self._form_between_engines(plan, expert_store, timeout_s)
         self.epoch = plan.epoch
 

@@ -211,7 +211,7 @@ def connect(
             if is_aborted or time.monotonic() > deadline:
                 absent = [peer for peer in range(size) if not keys.check(names[peer : peer + 1])]
                 when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
-                raise PeersAbsent(f"ranks {absent} of {size} did not come {when}", absent)
+                raise PeersAbsent(f"ranks {absent} of {size} did not connect {when}", absent)
         return [secret.open(peer, keys.get(name).decode()) for peer, name in enumerate(names)]
 
     return start(keys, rank, size, timeout_s, exchange_addresses, secret, host)

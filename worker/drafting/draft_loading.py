@@ -70,8 +70,8 @@ def load_draft_model(
         key, what = "drafts.model", f"drafts.model={small.path!r}"
     if pooling is not None:
         raise ConfigError(
-            f"{what}: model.path={config.model.path!r} pools, and samples no tokens that could be "
-            "guessed; set drafts.method=none",
+            f"{what}: model.path={config.model.path!r} pools and does not generate text, so it "
+            "cannot use drafts; set drafts.method=none",
             key,
         )
     loading = _Loading(config, hf_config, model, mesh, progress)
@@ -107,7 +107,7 @@ class _Loading:
         positions = max_positions(hf_config)
         if positions is not None and positions < self._max_len:
             raise ValueError(
-                f"it has {positions} positions, and sequences have up to {self._max_len} tokens; "
+                f"it has {positions} positions, but sequences have up to {self._max_len} tokens; "
                 f"set model.max_model_len={positions} or less"
             )
         dtype = resolve_dtype(self._config, hf_config)
@@ -170,8 +170,8 @@ class _Loading:
         if is_sharded(self._served):
             raise ValueError(
                 f"it has no {' and no '.join(borrowed)} of its own, and the weights of the model "
-                "are saved as workers hold them; serve the model's original folder, or add these "
-                "tensors to the head's"
+                "were saved by `swell save-sharded`; serve the model's original folder, or add "
+                "these tensors to the head's"
             )
         stored = checkpoint_names(self._served)
         config = resolve_ties(
@@ -194,8 +194,8 @@ class _Loading:
             own, target = getattr(text, key, None), getattr(self._text_config, key, None)
             if own != target:
                 raise ValueError(
-                    f"it has the layer of a model with {key}={own!r}, and this one has {target!r}; "
-                    "take that of this model"
+                    f"it has a layer of a model with {key}={own!r}, but this model has "
+                    f"{target!r}; use the layer of this model"
                 )
 
     def _check_vocabulary(self, hf_config: Any) -> None:
@@ -203,8 +203,8 @@ class _Loading:
         own, target = hf_config.get_text_config().vocab_size, self._text_config.vocab_size
         if own != target:
             raise ValueError(
-                f"its vocabulary has {own} tokens, that of the model {target}; take one of the "
-                "same vocabulary"
+                f"its vocabulary has {own} tokens, but the model's has {target}; use a draft "
+                "model with the same vocabulary"
             )
 
     def _check_offsets(self, head: Eagle3Model) -> None:
@@ -212,7 +212,8 @@ class _Loading:
         if tokens.min() < 0 or tokens.max() >= self._text_config.vocab_size:
             raise ValueError(
                 f"its tensor 'd2t' names the tokens {int(tokens.min())} to {int(tokens.max())}, "
-                f"and the model has {self._text_config.vocab_size}; copy or download it again"
+                f"but the model's vocabulary has {self._text_config.vocab_size} tokens; copy or "
+                "download the file again"
             )
 
     def _finish(self, model: HasKVCache) -> None:
@@ -228,7 +229,7 @@ def _stored_names(model_config: ModelConfig) -> frozenset[str]:
     """Returns the tensor names of a head's folder; none for random weights, so the head borrows
     what it can."""
     if is_sharded(model_config):
-        raise ValueError("its weights are saved as workers hold them; take its original folder")
+        raise ValueError("its weights were saved by `swell save-sharded`; use its original folder")
     return frozenset(checkpoint_names(model_config))
 
 

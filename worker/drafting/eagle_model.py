@@ -134,8 +134,8 @@ class EagleModel(_Head):
         size, stored = config.hidden_size, self.stored
         if size != model.hidden_size:
             raise ValueError(
-                f"its hidden_size={size} is not that of the model, {model.hidden_size}; a head is "
-                "made for one model: take that of this one"
+                f"its hidden_size={size} is not the model's, {model.hidden_size}; a head is made "
+                "for one model: use the head of this model"
             )
         self.fusion = ReplicatedLinear(2 * size, size, bias=f"{FUSION}.bias" in stored)
         layers = [
@@ -221,8 +221,8 @@ class Eagle3Model(_Head):
         size, stored = config.hidden_size, self.stored
         if size != model.hidden_size and not self._has(EMBEDDING):
             raise ValueError(
-                f"it has no {EMBEDDING}, and that of the model is of another size, "
-                f"{model.hidden_size} in place of hidden_size={size}"
+                f"it has no {EMBEDDING}, and the model's has another size, {model.hidden_size} "
+                f"instead of hidden_size={size}"
             )
         self._layer = "midlayer" if "midlayer.mlp.gate_proj.weight" in stored else "layers.0"
         self.fusion = ReplicatedLinear(3 * model.hidden_size, size, bias=f"{FUSION}.bias" in stored)
@@ -271,7 +271,7 @@ def layers_read(config: Any, num_layers: int) -> list[int]:
     layers = [int(each) + 1 for each in outputs] if outputs else [int(each) for each in inputs]
     if len(layers) != 3 or not all(0 <= layer < num_layers for layer in layers):
         raise ValueError(
-            f"it reads what the layers {layers} of the model read, and that has {num_layers}; it "
-            "was made for another model"
+            f"it reads the inputs of the model's layers {layers}, but the model has {num_layers}; "
+            "it was made for another model"
         )
     return layers

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 _LAYER, _NORM = "model.layers.1", "model.norm"
 _NOT_PLAIN = (
-    "the model's norms are not plain RMSNorms, or its embedding does more than look up, and layers "
-    "for multi-token prediction of such models are not known"
+    "the model's norms are not plain RMSNorms, or its embedding does more than a lookup; layers "
+    "for multi-token prediction of such models are not supported"
 )
 _OF_TOKENS = ("lm_head.weight", "model.embed_tokens.weight")
 """The names that the LM head's weights may have in a model of two layers."""
@@ -105,7 +105,7 @@ def find_layout(stored: Collection[str], num_layers: int) -> Layout:
         return next(whole, found[0])
     names = " or ".join(sorted({repr(f"{layout.projection}.weight") for layout in layouts}))
     raise ValueError(
-        f"the weights have no layer for multi-token prediction, there is no {names}; take "
+        f"the weights have no layer for multi-token prediction (no tensor {names}); set "
         "drafts.method=ngram, or set drafts.model.path to a folder that has the layer"
     )
 
@@ -132,7 +132,7 @@ class MtpModel(nn.Module):
         mesh = Mesh.build(ParallelConfig(), 0, device=device)
         size, eps = text.hidden_size, getattr(text, "rms_norm_eps", None)
         if eps is None:
-            raise ValueError(f"{_NOT_PLAIN}; take drafts.method=ngram")
+            raise ValueError(f"{_NOT_PLAIN}; set drafts.method=ngram")
         self.embed = VocabParallelEmbedding(text.vocab_size, size, mesh.tensor)
         self.embed_norm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.projection = ReplicatedLinear(2 * size, size, bias=False)
@@ -146,7 +146,7 @@ class MtpModel(nn.Module):
             self.block = block
         except ValueError as error:
             why, _, _ = str(error).partition("; set parallel.")
-            raise ValueError(f"one layer of the model cannot be built alone: {why}") from None
+            raise ValueError(f"one layer of the model cannot be built by itself: {why}") from None
 
     def select(self, hidden: StepHidden) -> Sequence[Tensor]:
         return [hidden.last]
@@ -175,7 +175,7 @@ class MtpModel(nn.Module):
         those of this layer; called when its weights are loaded."""
         norms = (each for name, each in self.block.named_modules() if _is_norm(name, each))
         if not self.block.embeds_plainly or not any(self._is_plain(norm) for norm in norms):
-            raise ValueError(f"{_NOT_PLAIN}; take drafts.method=ngram")
+            raise ValueError(f"{_NOT_PLAIN}; set drafts.method=ngram")
 
     def _is_plain(self, norm: Any) -> bool:
         weight: Tensor = norm.weight

@@ -193,7 +193,9 @@ class MoE(FeedForward, Packable):
         """[T, hidden], [T, k] -> [P, k, hidden]; `mesh.tokens` has the number of each engine's
         tokens."""
         tokens, top_k = self.mesh.tokens, self.traits.top_k
-        assert tokens[self.mesh.data.rank] == len(x), "dp_sync announced another number of tokens"
+        assert tokens[self.mesh.data.rank] == len(x), (
+            "dp_sync announced a different number of tokens"
+        )
         padded = max(tokens)
         # Choices are sent as the bits of activations: bfloat16 represents integers exactly only up
         # to 256.

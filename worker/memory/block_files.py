@@ -53,7 +53,7 @@ class BlockFiles:
     ) -> None:
         """`caches`: all tensors that hold a part of a block on the device, each [blocks, ...];
         `progress` is called after each copied part."""
-        assert config.handover_folder is not None, "it says where they are"
+        assert config.handover_folder is not None, "cache.handover_folder is set"
         self._caches = caches
         self._folder = Path(config.handover_folder, HANDOVER_FOLDER)
         self._progress = progress
@@ -70,7 +70,9 @@ class BlockFiles:
             with enter_folder(self._folder, make=True) as folder:
                 if self._remove_old(folder) + size > self._limit_bytes:
                     limit = self._limit_bytes
-                    self._log.warning("no room", name=file.name, bytes=size, limit=limit)
+                    self._log.warning(
+                        "no room for block file", name=file.name, bytes=size, limit=limit
+                    )
                     return
                 name = f"{file.name}.{self._rank}"
                 own = f".{name}.{os.getpid()}"
@@ -82,7 +84,7 @@ class BlockFiles:
                     with suppress(FileNotFoundError):
                         os.unlink(own, dir_fd=folder)
         except OSError as error:
-            self._log.warning("not written", name=file.name, error=str(error))
+            self._log.warning("blocks not written", name=file.name, error=str(error))
 
     def read(self, file: BlockFile) -> None:
         """Copies the blocks at `file.places` of the file to `file.block_ids`, and removes the file.
@@ -100,8 +102,8 @@ class BlockFiles:
         count, offset = size // per_block, 0
         if size % per_block or max(file.places) >= count:
             raise OSError(
-                f"{self._folder / name} has {size} bytes: no {max(file.places) + 1} blocks of "
-                f"{per_block}"
+                f"{self._folder / name} has {size} bytes; expected at least "
+                f"{max(file.places) + 1} blocks of {per_block}"
             )
         for cache, block_bytes in zip(self._caches, self._block_bytes, strict=True):
             stored = np.memmap(source, np.uint8, "r", offset, (count, block_bytes))

@@ -55,15 +55,15 @@ class ModelShape:
             before, after = self._values.get(key), new._values.get(key)
             if before != after:
                 raise ValueError(
-                    f"config.json of {path} has {key}={after!r}, and the model that is served "
-                    f"{before!r}: new weights are of the same model; for another one upgrade "
-                    "(swell upgrade), or load it anew"
+                    f"config.json of {path} has {key}={after!r}, but the served model has "
+                    f"{before!r}: new weights must belong to the same model; for another model "
+                    "upgrade (swell upgrade), or start again"
                 )
         if self._pooling != new._pooling:
             raise ValueError(
-                f"{path} gives {_use_of(new._pooling)}, and the model that is served "
-                f"{_use_of(self._pooling)}: new weights are of the same model; copy its "
-                "modules.json there, and the folders that it names"
+                f"{path} returns {_use_of(new._pooling)}, but the served model returns "
+                f"{_use_of(self._pooling)}: new weights must belong to the same model; copy its "
+                "modules.json there, and the folders that it lists"
             )
 
 
@@ -83,12 +83,16 @@ def save_weights(tensors: Mapping[str, torch.Tensor], model: ModelConfig, folder
     """Storage -> address ranges of its tensors so far."""
     for name, tensor in tensors.items():
         if not isinstance(name, str):
-            raise ValueError(f"{name!r} is of type {type(name).__name__}, and no name of a tensor")
+            raise ValueError(
+                f"{name!r} has the type {type(name).__name__}; the name of a tensor must be a str"
+            )
         if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name!r} is of type {type(tensor).__name__}, and no tensor")
+            raise ValueError(
+                f"{name!r} has the type {type(tensor).__name__}, which is not a tensor"
+            )
         if tensor.is_meta or tensor.layout is not torch.strided:
             why = "has no values" if tensor.is_meta else f"has the layout {tensor.layout}"
-            raise ValueError(f"{name!r} {why}; give dense tensors")
+            raise ValueError(f"{name!r} {why}; pass dense tensors")
         copy = tensor.detach().to("cpu").contiguous()
         place = range(copy.data_ptr(), copy.data_ptr() + copy.nbytes)
         others = places[copy.untyped_storage().data_ptr()]

@@ -83,7 +83,7 @@ def build_model(
     kind = _kind(model_config, hf_config, pooling)
     if mesh.shares_experts and not issubclass(kind, HasMoELayers):
         raise ValueError(
-            f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines could "
+            f"parallel.expert=true: {architecture(hf_config)!r} has no experts that engines can "
             f"share with model.backend={model_config.backend}; set parallel.expert=false"
         )
     if pooling is None:
@@ -140,14 +140,15 @@ def _choose(backend: str, name: str, pooling: PoolingSpec | None) -> str:
     if pooling is not None:
         if backend == "transformers":
             raise ValueError(
-                f"architecture {name!r} pools with model.backend=native alone; set it to auto"
+                f"architecture {name!r} pools only with model.backend=native; set "
+                "model.backend=auto"
             )
         return POOLED[pooling.family]
     if backend == "transformers" or (backend == "auto" and name not in NATIVE):
         return GENERIC
     if name not in NATIVE:
         raise ValueError(
-            f"architecture {name!r} has no native model (native: {', '.join(NATIVE)}); "
-            "model.backend=transformers runs any causal LM of transformers"
+            f"architecture {name!r} has no native model (native: {', '.join(NATIVE)}); set "
+            "model.backend=transformers, which runs any causal LM of transformers"
         )
     return NATIVE[name]

@@ -204,7 +204,7 @@ class GenericForCausalLM(nn.Module):
         out = self.base(use_cache=False, **inputs)
         hidden = out.last_hidden_state if self.mesh.is_last_stage else self._stage_boundary.outgoing
         self._stage_boundary.incoming = self._stage_boundary.outgoing = None
-        assert hidden is not None, "the stage's last layer did not hand its output on"
+        assert hidden is not None, "the stage's last layer did not pass its output on"
         return hidden[0]
 
     @torch.no_grad()
@@ -237,12 +237,14 @@ class GenericForCausalLM(nn.Module):
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
                     raise UnsupportedMaskError(
-                        f"what its layers hand on has the shape {list(hidden.shape)}"
+                        f"its layers return hidden states of the shape {list(hidden.shape)}"
                     )
                 if self.mesh.is_last_stage:
                     self.width = hidden.shape[1]
                     logits = self.compute_logits(hidden)
-                    assert logits.shape[1] == self.vocab_size, f"logits {list(logits.shape)}"
+                    assert logits.shape[1] == self.vocab_size, (
+                        f"its logits have the shape {list(logits.shape)}"
+                    )
         except UnsupportedMaskError as unfit:
             calls.refuse(f"{unfit}{_unsplit_hint(self.mesh)}")
         except UnsupportedModelError:
@@ -260,12 +262,10 @@ class GenericForCausalLM(nn.Module):
                 "attention of its own, or a recurrent state)"
             )
         if mixed:
-            calls.refuse("its tokens see each other outside of attention (a recurrent state?)")
+            calls.refuse("its tokens affect each other outside attention (a recurrent state?)")
         part = generic_probe.first_difference(given, found)
         if part:
-            calls.refuse(
-                f"its {part} has other positions than 0, 1, 2, ... whatever the tokens are"
-            )
+            calls.refuse(f"its {part} does not use the positions 0, 1, 2, ... for all tokens")
 
 
 class _Body:
@@ -308,7 +308,7 @@ def refuse_config(config: Any, max_positions: int) -> None:
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
     elif kinds:
-        why = f"its layer_types have {sorted(kinds)[0]!r}"
+        why = f"its layer_types include {sorted(kinds)[0]!r}"
     if why:
         raise ValueError(f"architecture {name!r} cannot be served: {why}")
     ropes = getattr(text, "rope_parameters", None) or {}
@@ -322,7 +322,7 @@ def refuse_config(config: Any, max_positions: int) -> None:
         if max_positions > limit:
             raise ValueError(
                 f"architecture {name!r}: rope_type={kind!r} changes all angles beyond {limit} "
-                f"tokens, which no cache survives; set model.max_model_len={limit} or less"
+                f"tokens, which makes cached keys invalid; set model.max_model_len={limit} or less"
             )
 
 

@@ -124,11 +124,11 @@ class PagedAttentionHook:
     ) -> None:
         extra = sorted(k for k, v in kwargs.items() if v is not None and k not in HARMLESS)
         if index is None:
-            self.refuse(f"its {type(module).__name__} does not know its layer")
+            self.refuse(f"its {type(module).__name__} does not have the index of its layer")
         elif index in self.layers:
             self.refuse(f"its layer {index} calls attention twice")
         elif extra:
-            self.refuse(f"its attention takes {', '.join(extra)}")
+            self.refuse(f"its attention has the arguments {', '.join(extra)}")
         elif k.shape[2] != q.shape[2]:
             self.refuse(f"its layer {index} has {k.shape[2]} keys for {q.shape[2]} tokens")
         elif v.shape[3] > q.shape[3]:
@@ -147,7 +147,7 @@ class PagedAttentionHook:
         )
         difference = difference_from_eager(module, layer, v.shape[3], q.device, scaling, kwargs)
         if difference:
-            self.refuse(f"its layer {index} computes another attention: {difference}")
+            self.refuse(f"its layer {index} computes a different attention: {difference}")
         self.layers[index] = layer
 
     def _window(self, function: MaskFunction, device: torch.device) -> int:
@@ -160,8 +160,8 @@ class PagedAttentionHook:
     def refuse(self, why: str) -> NoReturn:
         """Raises `UnsupportedModelError` for the architecture."""
         raise UnsupportedModelError(
-            f"architecture {self.architecture!r} cannot be served: {why}, and that does not fit "
-            "the paged KV cache; choose a decoder with ordinary causal attention"
+            f"architecture {self.architecture!r} cannot be served: {why}, which the paged KV "
+            "cache does not support; choose a decoder with ordinary causal attention"
         )
 
 

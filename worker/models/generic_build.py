@@ -44,7 +44,7 @@ def on_meta(config: Any) -> tuple[Any, Any]:
         ) from None
     except Exception as error:
         raise ValueError(
-            f"architecture {name!r} is no causal LM that transformers can build: "
+            f"architecture {name!r} is not a causal LM that transformers can build: "
             f"{first_line(error)}"
         ) from None
     name, base = type(causal).__name__, causal.base_model
@@ -56,9 +56,9 @@ def on_meta(config: Any) -> tuple[Any, Any]:
     elif getattr(causal, "_is_stateful", False):
         why = "its layers have a recurrent state"
     elif "position_ids" not in inspect.signature(base.forward).parameters:
-        why = "its forward takes no positions"
+        why = "its forward does not accept positions"
     elif parts:
-        why = f"it has {', '.join(parts)} beside its text model, and only text models are served"
+        why = f"it has {', '.join(parts)} besides its text model, but only text models are served"
     elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
         why = f"its config lacks one of {', '.join(SIZES)}"
     if why:

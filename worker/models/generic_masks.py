@@ -85,7 +85,7 @@ def _record(
     zero = torch.zeros(1, dtype=torch.long, device=device)
     seen = mask_function(zero.view(1, 1, 1, 1), zero.view(1, 1, 1, 1), *_grid(*index))
     if attention_mask is not None and not bool(attention_mask.all()):
-        raise UnsupportedMaskError("it masks tokens by what they are")
+        raise UnsupportedMaskError("its mask depends on the tokens")
     mask = seen.expand(batch_size, 1, q_length, kv_length).clone()
     _made.masks.append((mask, mask_function))
     return mask
@@ -99,7 +99,7 @@ def mask_function_of(mask: torch.Tensor | None) -> MaskFunction:
     """Returns the function from which a layer's mask was made. Raises `UnsupportedMaskError` for a
     mask that was changed."""
     if mask is None:
-        raise UnsupportedMaskError("it has no mask, so every token sees every other")
+        raise UnsupportedMaskError("it has no mask, so every token attends to every other")
     for made, function in _made.masks or ():
         if made is mask or (
             made.dtype == mask.dtype
@@ -132,9 +132,9 @@ def sliding_window_of(
             want &= keys > query - window
         if not torch.equal(_row(function, query, positions, device), want):
             raise UnsupportedMaskError(
-                f"the token at position {query} does not see "
+                f"the token at position {query} does not attend to "
                 + (f"the last {window} tokens" if window else "all tokens up to itself")
-                + f", as that at {positions - 1} does"
+                + f", but the token at {positions - 1} does"
             )
     return window
 
@@ -149,7 +149,7 @@ def _row(
         seen = function(zero, zero, *_grid(torch.tensor([query], device=device), keys))
     except Exception as error:
         raise UnsupportedMaskError(
-            f"its mask depends on more than positions ({type(error).__name__})"
+            f"its mask depends on more than the positions ({type(error).__name__})"
         ) from None
     return seen.expand(1, 1, 1, positions).reshape(positions).cpu()
 
@@ -190,7 +190,7 @@ def difference_from_eager(
     try:
         got = theirs(module, q, k, v, mask, scaling=scaling, **{**kwargs, "dropout": 0.0})[0]
     except Exception as error:
-        return f"{type(error).__name__} when it is called alone"
+        return f"{type(error).__name__} when it is called by itself"
     group = layer.heads // layer.kv_heads
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     scores = q @ k.transpose(2, 3) * layer.scale
@@ -198,7 +198,7 @@ def difference_from_eager(
         scores = layer.softcap * torch.tanh(scores / layer.softcap)
     want = ((scores + mask).softmax(-1) @ v).transpose(1, 2)
     if got.shape != want.shape:
-        return f"its answer has the shape {list(got.shape)} in place of {list(want.shape)}"
+        return f"its output has the shape {list(got.shape)} instead of {list(want.shape)}"
     if not torch.allclose(got.float(), want, rtol=1e-3, atol=1e-3):
-        return "its scores or its softmax have something that no keyword shows"
+        return "its scores or its softmax depend on something that is not passed as a keyword"
     return None

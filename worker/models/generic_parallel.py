@@ -86,7 +86,7 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
     if any(getattr(config, "activation_sparsity_pattern", None) or ()):
         raise ValueError(
             f"architecture {name!r}: activation_sparsity_pattern compares all intermediate values "
-            f"of a layer, and each rank would have a part of them; {way_out}"
+            f"of a layer, but each rank has only a part of them; {way_out}"
         )
     modules = {path: _pattern(path) for path, _ in model.named_modules()}
     bare = {_pattern(path) for path, _ in model.named_parameters()} & plan.keys()
@@ -102,7 +102,7 @@ def split_tensors(model: nn.Module, config: Any, group: Group) -> None:
     if bare:
         pattern = min(bare)
         raise ValueError(
-            f"architecture {name!r}: its tensor-parallel plan wants {plan[pattern]!r} for "
+            f"architecture {name!r}: its tensor-parallel plan requires {plan[pattern]!r} for "
             f"{pattern!r}, which is not supported; {way_out}"
         )
 

@@ -101,9 +101,9 @@ def _converted(
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         raise ValueError(
-            f"architecture {architecture!r}: its checkpoint's "
-            f"{converter.source_patterns} would have to be converted, which is not supported; "
-            "save the model with the parameter names of transformers 5"
+            f"architecture {architecture!r}: its checkpoint's {converter.source_patterns} must be "
+            "converted, which is not supported; save the model with the parameter names of "
+            "transformers 5"
         )
     target, patterns = shard.target, list(converter.source_patterns)
     rows = target.shape[1] // len(patterns)
@@ -112,7 +112,7 @@ def _converted(
         if len(names) != target.shape[0]:
             raise ValueError(
                 f"the weights have {len(names)} tensors {pattern!r} for {shard.name!r}, but "
-                f"config.json says {target.shape[0]} experts"
+                f"config.json has {target.shape[0]} experts"
             )
         for expert, name in enumerate(names):
             part = target[expert, order * rows : (order + 1) * rows]

@@ -215,7 +215,7 @@ class LlamaModel(nn.Module):
             if batch.prompt_embeds is not None:
                 x = batch.prompt_embeds.put_into(x)
         else:
-            assert intermediate is not None, "a later stage needs what the one before it computed"
+            assert intermediate is not None, "a later stage needs the output of the previous stage"
             x, residual = intermediate.hidden_states, intermediate.residual
         self.taps.begin(() if intermediate is None else intermediate.layer_inputs)
         tapped = self.taps.tapped
@@ -229,7 +229,7 @@ class LlamaModel(nn.Module):
             x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual, self.taps.leaving())
-        assert residual is not None, "each stage has a layer"
+        assert residual is not None, "each stage must have a layer"
         x, _ = self.norm.add(x, residual)
         return x
 

@@ -59,7 +59,7 @@ class RouteLayout:
         if not isinstance(model, MixtureOfExperts) or not model.expert_layers:
             raise ValueError(
                 "model.routed_experts=true needs a mixture of experts that Swell computes itself "
-                "(Mixtral, Qwen3-MoE); this model is none, or model.backend is transformers. "
+                "(Mixtral, Qwen3-MoE); this model has none, or model.backend is transformers. "
                 "Leave model.routed_experts out"
             )
         layers, traits = model.expert_layers, model.expert_traits

@@ -72,8 +72,8 @@ class Pooler:
         for spec in self.spec.dense:
             if spec.in_features != size:
                 raise ValueError(
-                    f"{spec.folder}/config.json has in_features={spec.in_features}, but what it "
-                    f"gets has {size} values; the folder mixes two models"
+                    f"{spec.folder}/config.json has in_features={spec.in_features}, but its input "
+                    f"has {size} values; use the files of one model"
                 )
             dense = Dense(spec)
             materialize(dense, device, dtype)
@@ -145,15 +145,14 @@ def max_text_tokens(
     several steps. Raises `ValueError` if the configured length is longer."""
     if isinstance(model, HasPositionTable):
         positions = min(positions, model.max_positions)
-    limits = {"its positions": positions}
+    limits = {"the number of positions of the model": positions}
     if spec.max_tokens is not None:
-        limits["max_seq_length of its folder"] = spec.max_tokens
+        limits["max_seq_length of the model's folder"] = spec.max_tokens
     if step_tokens is not None:
         limits["scheduler.max_tokens_per_step (a text is computed in one step)"] = step_tokens
     name, longest = min(limits.items(), key=lambda limit: limit[1])
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(
-            f"model.max_model_len={config.max_model_len} is above the {longest} tokens of {name}; "
-            "lower it"
+            f"model.max_model_len={config.max_model_len} is above {longest}, {name}; lower it"
         )
     return min(config.max_model_len or longest, longest)

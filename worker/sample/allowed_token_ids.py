@@ -72,7 +72,7 @@ def packed_bits(token_ids: Sequence[int], vocab: int) -> np.ndarray:
     """
     tokens = np.asarray(token_ids, dtype=np.int64)
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab):
-        raise ValueError(f"an allowed token lies outside of the vocabulary, 0 .. {vocab - 1}")
+        raise ValueError(f"an allowed token is outside the vocabulary, 0 .. {vocab - 1}")
     bits = np.zeros(-(-vocab // 32) * 32, dtype=bool)
     bits[tokens] = True
     return np.packbits(bits, bitorder="little").view("<i4")

@@ -256,7 +256,8 @@ class GrammarState:
         """Fails the row because no token of the model continues its grammar."""
         if self.matcher() is not None:
             self._fail(
-                f"behind {self._taken} tokens none of the model's {vocab} continues or ends it",
+                f"after {self._taken} tokens, none of the model's {vocab} tokens continues or "
+                "ends the grammar",
                 is_invalid=True,
             )
 
@@ -264,11 +265,11 @@ class GrammarState:
         if not self.failure:
             line = (reason.splitlines() or ["unknown"])[0]
             self.is_invalid = is_invalid
-            self.failure = f"its grammar cannot be followed: {line}"
+            self.failure = f"the output cannot follow its grammar: {line}"
             self._report(line)
 
     def _report(self, reason: str) -> None:
-        StructuredLogger("worker").error("a grammar cannot be followed", reason=reason)
+        StructuredLogger("worker").error("output cannot follow its grammar", reason=reason)
 
 
 class StateAhead(GrammarState):
@@ -301,7 +302,7 @@ class PendingGrammarFailures(PendingExtra):
     def failures(self) -> Iterator[tuple[int, str]]:
         for row, ranks in zip(self.rows, self.failed_ranks.tolist(), strict=True):
             if ranks:
-                yield row, f"its grammar cannot be followed by {ranks} of the tensor ranks"
+                yield row, f"the output cannot follow its grammar on {ranks} of the tensor ranks"
 
 
 class PendingTokens:
@@ -363,8 +364,8 @@ def _compile_matcher(model_path: str, lark: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
     except ModuleNotFoundError:
         raise ValueError(
-            "structured output needs the package llguidance, which this worker lacks; install it "
-            "(pip install llguidance)"
+            "structured output needs the package llguidance, which is not installed on this "
+            "worker; install it (pip install llguidance)"
         ) from None
     # mypy takes the ints of the dictionary for the flag, too.
     limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ class _BiasEntries:
         amounts[: len(bias)] = list(bias.values())
         tokens = np.array([*bias, *ends, *(word[-1] for word in words)], dtype=np.int64)
         if tokens.min() < 0 or tokens.max() >= vocab:
-            raise ValueError(f"an edited token lies outside of the vocabulary, 0 .. {vocab - 1}")
+            raise ValueError(f"a token with a bias is outside the vocabulary, 0 .. {vocab - 1}")
         return cls(
             tokens=tokens,
             until=until,

@@ -49,7 +49,7 @@ def load_vocabulary(model_path: str) -> LLTokenizer:
     tokenizer = Tokenizer.from_str(text)
     ends = end_token_ids(model_path, tokenizer)
     if not ends:
-        raise ValueError(f"model {model_path!r} names no token that ends an answer (eos_token_id)")
+        raise ValueError(f"model {model_path!r} has no token that ends an answer (eos_token_id)")
     return LLTokenizer(_as_texts(text, tokenizer), eos_token=ends)
 
 
@@ -79,7 +79,7 @@ def _converted(folder: Path) -> str:
 
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     if not hasattr(tokenizer, "backend_tokenizer"):
-        raise ValueError(f"{str(folder)!r} has no tokenizer that can be written as tokenizer.json")
+        raise ValueError(f"{str(folder)!r} has no tokenizer that can be saved as tokenizer.json")
     return str(tokenizer.backend_tokenizer.to_str())
 
 

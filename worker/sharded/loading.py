@@ -110,8 +110,8 @@ def _maps(index: ShardedIndex, device_type: str) -> bool:
         return True
     if index.packing is not None or here is not None:
         StructuredLogger("worker").warning(
-            "the weights were saved for another kind of processor: they are copied and converted"
-            " at each start; save them again here to map them",
+            "the weights were saved for another kind of processor: they are copied and converted "
+            "at each start; save them again on this machine to map them",
             saved=index.machine,
             saved_panel=index.packing.panel if index.packing else None,
             panel=here.panel if here else None,
@@ -131,7 +131,7 @@ def _check_names(
     if may_have_more:
         extra = []
     if missing or extra:
-        what = f"lacks the tensor {missing[0]!r}" if missing else f"has the tensor {extra[0]!r}"
+        what = f"has no tensor {missing[0]!r}" if missing else f"has the tensor {extra[0]!r}"
         raise ValueError(
             f"{str(file.path)!r} {what}, unlike the model of this configuration ({len(missing)} "
             f"are missing, {len(extra)} unknown); {AGAIN} with this version"
@@ -149,8 +149,8 @@ def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: Sharde
         if packing is None or packing.version != LAYOUT_VERSION or not state.layers:
             raise ValueError(
                 f"tensor {name!r} in {str(file.path)!r} is packed in an order that this version "
-                f"does not know ({INDEX_NAME} has packing={packing}, this version has the order "
-                f"{LAYOUT_VERSION}); {AGAIN}"
+                f"does not support ({INDEX_NAME} has packing={packing}, this version has the "
+                f"order {LAYOUT_VERSION}); {AGAIN}"
             )
         outs, size = packed
         whole = (-(-outs // packing.panel), size, packing.panel)

@@ -19,11 +19,11 @@ def refuse_existing(out: Path) -> None:
     must exist."""
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(
-            f"{str(out)!r} exists and is no empty folder, and nothing is ever overwritten; give "
-            "another folder, or remove it"
+            f"{str(out)!r} exists and is not an empty folder, and saving never overwrites files; "
+            "specify another folder, or remove it"
         )
     if not out.parent.is_dir():
-        raise ValueError(f"{str(out)!r}: the folder {str(out.parent)!r} does not exist; make it")
+        raise ValueError(f"{str(out)!r}: the folder {str(out.parent)!r} does not exist; create it")
 
 
 def refuse_full_disk(out: Path, size_bytes: int) -> None:
@@ -32,7 +32,7 @@ def refuse_full_disk(out: Path, size_bytes: int) -> None:
     if free < size_bytes + RESERVE_BYTES:
         raise ValueError(
             f"{str(out)!r} needs {size_bytes} bytes and {RESERVE_BYTES} in reserve, but its disk "
-            f"has {free} free; make room, or give a folder on another disk"
+            f"has {free} free; free some space, or specify a folder on another disk"
         )
 
 
@@ -44,13 +44,17 @@ def new_folder(out: Path) -> Iterator[Path]:
     partial = out.parent / f".{out.name}.saving"
     lock = partial / _LOCK
     if partial.exists() and not lock.is_file():
-        raise ValueError(f"{str(partial)!r} exists and is no rest of a save; remove it")
+        raise ValueError(
+            f"{str(partial)!r} exists and was not left by an interrupted save; remove it"
+        )
     partial.mkdir(exist_ok=True)
     with lock.open("w") as held:
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"another process is saving to {str(out)!r}; wait for it") from None
+            raise ValueError(
+                f"another process is saving to {str(out)!r}; wait until it has finished"
+            ) from None
         try:
             for rest in partial.iterdir():
                 if rest.is_dir():

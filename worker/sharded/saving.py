@@ -96,13 +96,13 @@ def _refuse(config: Config) -> None:
     model = config.model
     if is_sharded(model):
         raise ValueError(
-            f"model {model.path!r} is saved for its workers already; save it again from the "
-            "original model"
+            f"model {model.path!r} was already saved by `swell save-sharded`; save it again from "
+            "the original model"
         )
     if read_model_pooling(model) is not None:
         raise ValueError(
-            f"model {model.path!r} pools, and only models that generate text can be saved for "
-            "their workers; serve it as it is, or set model.runner=generate if it can generate"
+            f"model {model.path!r} pools, but only models that generate text can be saved; serve "
+            "it without saving, or set model.runner=generate if it can generate"
         )
 
 
@@ -204,8 +204,8 @@ def _copy_files(saver: _Saver, folder: Path) -> None:
         size_bytes = file.stat().st_size
         if size_bytes > MAX_COPIED_BYTES:
             raise ValueError(
-                f"{str(file)!r} has {size_bytes} bytes, and what is copied beside weights may have "
-                f"{MAX_COPIED_BYTES}; move it elsewhere"
+                f"{str(file)!r} has {size_bytes} bytes; the limit for files that are copied with "
+                f"the weights is {MAX_COPIED_BYTES}; move it elsewhere"
             )
         if file.name != "config.json":
             _write(folder / file.relative_to(source), file.read_bytes())

@@ -164,8 +164,8 @@ class TensorFile:
                 header += file.read(length)
                 if digest_of(header) != known.header_digest:
                     raise ValueError(
-                        f"{str(path)!r} is not the file that was saved with the index beside it: "
-                        f"it is damaged, or of another save; copy all files again, or {AGAIN}"
+                        f"{str(path)!r} is not the file that was saved with its index: it is "
+                        f"damaged, or from another save; copy all files again, or {AGAIN}"
                     )
                 mapping = mmap.mmap(file.fileno(), known.size_bytes, access=mmap.ACCESS_COPY)
         except OSError as error:
@@ -176,10 +176,10 @@ class TensorFile:
             self.notes = msgspec.json.decode(places.pop("__metadata__")[_NOTES], type=FileNotes)
             self._places = msgspec.convert(places, dict[str, _Place])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{str(path)!r} has a wrong header ({error!r}); {AGAIN}") from None
+            raise ValueError(f"{str(path)!r} has an invalid header ({error!r}); {AGAIN}") from None
         for name, place in self._places.items():
             if name not in self.notes.sums or not place.fits(len(self._data)):
-                raise ValueError(f"{str(path)!r} has a wrong header for {name!r}; {AGAIN}")
+                raise ValueError(f"{str(path)!r} has an invalid header for {name!r}; {AGAIN}")
 
     @property
     def names(self) -> set[str]:
@@ -195,6 +195,6 @@ class TensorFile:
         """Reads a tensor and compares its sum. Raises `ValueError` if it is damaged."""
         if word_sum(self.tensor(name), add) != self.notes.sums[name]:
             raise ValueError(
-                f"tensor {name!r} in {str(self.path)!r} is damaged: its sum is not the one that "
-                f"was saved; copy the file again, or {AGAIN}"
+                f"tensor {name!r} in {str(self.path)!r} is damaged: its checksum is not the saved "
+                f"one; copy the file again, or {AGAIN}"
             )

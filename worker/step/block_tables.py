@@ -40,8 +40,8 @@ class BlockTables:
         count = int(self.counts_np[slot])
         if count + len(block_ids) > self.max_blocks:
             raise ValueError(
-                f"slot {slot}: {count} + {len(block_ids)} blocks exceed the {self.max_blocks} that "
-                "a sequence of max_model_len tokens takes; the scheduler has lost count"
+                f"slot {slot}: {count} + {len(block_ids)} blocks exceed the {self.max_blocks} "
+                "that a sequence of max_model_len tokens needs: the scheduler has lost count"
             )
         self._table.stage(slot, count, block_ids)
         self.counts_np[slot] = count + len(block_ids)

@@ -64,8 +64,8 @@ def count_blocks(
             else f"cache.memory_fraction={cache.memory_fraction} of {free} free bytes"
         )
         raise ValueError(
-            f"not one KV block of {cache.block_tokens} tokens fits: it takes {block_bytes} bytes, "
-            f"{limit} gives {budget}; raise the limit, lower cache.block_tokens, or split the "
+            f"no KV block of {cache.block_tokens} tokens fits: it needs {block_bytes} bytes, but "
+            f"{limit} allows {budget}; raise the limit, lower cache.block_tokens, or split the "
             "model over more workers with parallel.tensor or parallel.pipeline"
         )
     return blocks if useful_blocks is None else min(blocks, useful_blocks)

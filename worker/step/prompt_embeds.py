@@ -56,13 +56,13 @@ class PromptEmbedsTable:
     def _check(self, given: PromptEmbeds, prompt_tokens: int) -> None:
         if given.width != self._width:
             raise ValueError(
-                f"prompt_embeds: embeddings of {given.width} numbers; "
-                f"the model's have {self._width}"
+                f"prompt_embeds: the embeddings have {given.width} values, but the model's have "
+                f"{self._width}"
             )
         if given.first + given.num_tokens != prompt_tokens:
             raise ValueError(
-                f"prompt_embeds: {given.num_tokens} embeddings behind {given.first} tokens, for "
-                f"{prompt_tokens} prompt tokens"
+                f"prompt_embeds: {given.num_tokens} embeddings after the first {given.first} "
+                f"tokens do not match {prompt_tokens} prompt tokens"
             )
 
     def _read(self, given: PromptEmbeds) -> Tensor:

@@ -56,7 +56,7 @@ def test_errors_are_one_line(saved: Path, capsys: pytest.CaptureFixture[str]) ->
     capsys.readouterr()
     assert main(["save-sharded", str(NANO), str(saved)]) == 1
     err = capsys.readouterr().err
-    assert "nothing is ever overwritten" in err and err.count("\n") == 1
+    assert "never overwrites" in err and err.count("\n") == 1
     assert main(["save-sharded", str(saved), f"{saved}2"]) == 1
     assert "already" in capsys.readouterr().err
     assert main(["save-sharded", str(NANO), f"{saved}2", "--set", "parallel.expert=true"]) == 1

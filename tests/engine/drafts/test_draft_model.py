@@ -192,7 +192,7 @@ def cut_off(folder: Path) -> str:
         (without("config.json"), "auto", ["config.json cannot be read"]),
         (without("*.safetensors"), "auto", ["has no weights"]),
         (cut_off, "auto", ["not a safetensors file"]),
-        (lambda path: changed(path, vocab_size=300), "dummy", ["300 tokens", "model 320"]),
+        (lambda path: changed(path, vocab_size=300), "dummy", ["300 tokens", "model's has 320"]),
         (
             lambda path: changed(path, max_position_embeddings=512),
             "auto",

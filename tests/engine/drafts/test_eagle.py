@@ -292,10 +292,10 @@ def test_its_memory_counts(head: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "lacks", "parts"),
     [
-        ({"vocab_size": 300}, "", ["300 tokens", "model 320"]),
+        ({"vocab_size": 300}, "", ["300 tokens", "model's has 320"]),
         ({"hidden_size": 64}, "", ["64", "128"]),
-        ({}, "fc.weight", ["lack the tensor 'fc.weight'"]),
-        ({}, "post_attention_layernorm", ["lack the tensor", "post_attention_layernorm"]),
+        ({}, "fc.weight", ["have no tensor 'fc.weight'"]),
+        ({}, "post_attention_layernorm", ["have no tensor", "post_attention_layernorm"]),
         ({"intermediate_size": 100}, "", ["mlp", "shape"]),
     ],
 )
@@ -317,14 +317,16 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
 @pytest.mark.parametrize("aux", [[1, 2], [0, 1, 3], [-2, 1, 2]])
 def test_eagle3_of_other_layers_than_there_are_is_refused(aux: list[int], tmp_path: Path) -> None:
     path = make(tmp_path / "head", "eagle3", NANO, aux=aux)
-    with pytest.raises(ConfigError, match=r"layers .* and that has 4"):
+    with pytest.raises(ConfigError, match=r"layers .* but the model has 4"):
         drafting(path, "eagle3")
 
 
 def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "head", "eagle3", NANO, vocab=100)
     spoil(path, lambda key, tensor: tensor + 300 if key == "d2t" else tensor)
-    with pytest.raises(ConfigError, match=r"'d2t' names the tokens .* and the model has 320"):
+    with pytest.raises(
+        ConfigError, match=r"'d2t' names the tokens .* but the model's vocabulary has 320"
+    ):
         drafting(path, "eagle3")
 
 
@@ -343,7 +345,7 @@ def test_a_family_without_such_an_embedding_is_refused(tmp_path: Path) -> None:
     (like / "config.json").write_text(json.dumps(served | shape))
     path = make(tmp_path / "head", "eagle", str(like))
     settings = {"drafts__method": "eagle", "drafts__model": {"path": path}}
-    with pytest.raises(ConfigError, match=r"drafts\.model=.*lack the tensor"):
+    with pytest.raises(ConfigError, match=r"drafts\.model=.*have no tensor"):
         engine(str(folder), model__max_model_len=64, **settings)
     path = make(tmp_path / "own", "eagle", str(like), own=("embed_tokens", "lm_head"))
     settings = {"drafts__method": "eagle", "drafts__model": {"path": path}}

@@ -270,7 +270,7 @@ def test_weights_that_are_saved_sharded_have_none(served: Any, tmp_path: Path) -
     saved = tmp_path / "saved"
     config = load(served("llama"), {"model.device": "cpu"})
     saving.save_sharded(config, saved, lambda what, done, total: None)
-    with pytest.raises(ConfigError, match=r"drafts\.method=mtp: .*saved as workers hold them"):
+    with pytest.raises(ConfigError, match=r"drafts\.method=mtp: .*saved by `swell save-sharded`"):
         drafting(str(saved))
 
 

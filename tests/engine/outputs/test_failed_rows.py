@@ -280,7 +280,7 @@ def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch, steps: int) 
         got = engine.answer([*good(), bad])
         (last,) = got.pop("bad")
         assert last.finish_reason is FinishReason.ERROR
-        assert last.stop_reason == "its grammar cannot be followed by 1 of the tensor ranks"
+        assert last.stop_reason == "the output cannot follow its grammar on 1 of the tensor ranks"
         assert {n: token_ids(o) for n, o in got.items()} == {
             n: token_ids(o) for n, o in alone.items()
         }

@@ -66,7 +66,7 @@ def test_a_failed_forming_names_the_address_and_the_absent_ranks(store, is_abort
     plan = GroupPlan(1, epoch=7, engines=2, index=0)
     if is_aborted:
         threading.Timer(0.1, mesh.abort).start()
-    text = rf"at {HOSTS[0]}: ranks \[1\] of 2 did not come"
+    text = rf"at {HOSTS[0]}: ranks \[1\] of 2 did not connect"
     with pytest.raises(GroupError, match=text) as raised:
         mesh.regroup(plan, expert_store=client(store), timeout_s=30 if is_aborted else 0.1)
     assert raised.value.absent == (1,)

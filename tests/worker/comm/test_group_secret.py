@@ -58,7 +58,7 @@ def test_ranks_with_different_secrets_do_not_find_each_other() -> None:
             connect("cpu", store, rank, 2, 0.3, threading.Event(), secret)
         return str(raised.value)
 
-    assert all("did not come" in text for text in in_threads(2, form))
+    assert all("did not connect" in text for text in in_threads(2, form))
 
 
 def test_an_untrusted_peer_that_writes_into_the_store_is_noticed() -> None:

@@ -180,7 +180,7 @@ def test_leaving_a_group_wakes_the_peer() -> None:
 
 
 def test_a_peer_that_never_comes() -> None:
-    with pytest.raises(GroupError, match=r"'tensor0'.*ranks \[1\] of 2 did not come in 1 s"):
+    with pytest.raises(GroupError, match=r"'tensor0'.*ranks \[1\] of 2 did not connect in 1 s"):
         Mesh.build(ParallelConfig(tensor=2), 0, dist.HashStore(), timeout_s=1)
 
 

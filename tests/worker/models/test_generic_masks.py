@@ -68,13 +68,13 @@ BLOCKS = torch.tensor([[0, 0, 1, 1]])
     ],
 )
 def test_masks_without_a_window(function: Any) -> None:
-    with pytest.raises(UnsupportedMaskError, match="does not see"):
+    with pytest.raises(UnsupportedMaskError, match="does not attend to"):
         sliding_window_of(function, 64)
 
 
 def test_masks_of_tokens_are_no_masks_of_positions() -> None:
     function = masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(BLOCKS))
-    with pytest.raises(UnsupportedMaskError, match="more than positions"):
+    with pytest.raises(UnsupportedMaskError, match="more than the positions"):
         sliding_window_of(function, 64)
 
 
@@ -104,8 +104,8 @@ def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "words"),
     [
-        ("roberta", ["position_embeddings", "other positions"]),
-        ("bert", ["layer 0", "does not see"]),
+        ("roberta", ["position_embeddings", "does not use the positions"]),
+        ("bert", ["layer 0", "does not attend to"]),
         ("doge", ["layer 0", "bias of its own"]),
         ("gpt_oss", ["s_aux"]),
         ("diffllama", ["layer 0 calls attention twice"]),

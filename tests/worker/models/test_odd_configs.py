@@ -71,7 +71,7 @@ def test_a_limit_for_models_that_name_none(tmp_path: Path, family: str) -> None:
 
 def test_several_text_models_are_none(tmp_path: Path) -> None:
     tiny_models.config_of("musicgen").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no single text model"):
+    with pytest.raises(ValueError, match="not a single text model"):
         load_config(ModelConfig(path=str(tmp_path)))
 
 

@@ -362,7 +362,7 @@ def test_a_model_may_have_fewer_tokens_than_its_tokenizer():
     assert np.flatnonzero(torch.isfinite(logits[0])).tolist() == [97, 98]
 
 
-FAILS = "its grammar cannot be followed: "
+FAILS = "the output cannot follow its grammar: "
 
 
 @pytest.mark.parametrize("source", ["start: nothing", "start: /(/", "%json"])
@@ -375,7 +375,7 @@ def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, logged_erro
     assert answers.failed.among([1, 0])[1].startswith(FAILS)
     assert answers.finish([1]) == alone.finish([1]) == {1: "abc"}
     answers.step([0])
-    assert logged_errors == ["a grammar cannot be followed"]
+    assert logged_errors == ["output cannot follow its grammar"]
     answers.take(0, lark(choice=["xyz"]))  # another request takes the slot
     answers.failed.forget(0)
     assert answers.finish([0]) == {0: "xyz"} and not answers.failed.among([0, 1])
@@ -401,7 +401,8 @@ def test_tokens_that_only_the_tokenizer_has_do_not_continue_a_grammar(vocab, cho
         reason = answers.failed.among([0])[0]
         assert (
             reason
-            == f"{FAILS}behind {int(can)} tokens none of the model's {vocab} continues or ends it"
+            == f"{FAILS}after {int(can)} tokens, none of the model's {vocab} tokens continues or "
+            "ends the grammar"
         )
         assert len(sampled) == 1 + can
 
@@ -450,7 +451,7 @@ def test_a_worker_without_the_library_serves_everything_else(monkeypatch, logged
     answers.take(1, None)
     answers.step([0, 1])
     (reason,) = answers.failed.among([1, 0]).values()
-    assert "llguidance, which this worker lacks" in reason
+    assert "llguidance, which is not installed on this worker" in reason
 
 
 @pytest.mark.parametrize("ends", [{"eos_token_id": END}, {}])

@@ -349,7 +349,7 @@ def test_nothing_is_overwritten(tiny: Any, tmp_path: Path, kind: str) -> None:
     else:
         out.mkdir()
         (out / "notes").write_text("x")
-    with pytest.raises(ValueError, match="nothing is ever overwritten"):
+    with pytest.raises(ValueError, match="never overwrites"):
         save(tiny("llama"), out)
     if kind == "folder":
         (out / "notes").unlink()
@@ -361,7 +361,7 @@ def test_a_full_disk_is_noticed_first(
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 0, new_folders.RESERVE_BYTES + 1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(ValueError, match="make room") as failed:
+    with pytest.raises(ValueError, match="free some space") as failed:
         save(tiny("llama"), tmp_path / "out")
     assert str(usage.free) in one_line(failed.value)
     assert list(tmp_path.iterdir()) == []
@@ -387,7 +387,7 @@ def test_a_failed_save_leaves_nothing(
 def test_what_a_killed_save_left_is_removed(tiny: Any, tmp_path: Path) -> None:
     rest = tmp_path / ".out.saving"
     rest.mkdir()
-    with pytest.raises(ValueError, match="is no rest of a save"):
+    with pytest.raises(ValueError, match="was not left by an interrupted save"):
         save(tiny("llama"), tmp_path / "out")
     (rest / new_folders._LOCK).touch()
     (rest / FILE).write_bytes(b"half")
@@ -519,7 +519,7 @@ def test_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] | None) -> None:
-    """A wrong header is refused even if its digest is right, because the index came with it."""
+    """A invalid header is refused even if its digest is right, because the index came with it."""
     data = (saved / FILE).read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
@@ -537,7 +537,7 @@ def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] |
         "header_digest": digest_of(changed),
     }
     change_index(saved, files={FILE: known})
-    assert "wrong header" in refusal(saved)
+    assert "invalid header" in refusal(saved)
 
 
 @packs
@@ -565,7 +565,7 @@ def test_tensors_of_another_model(
         change_index(out, packing={"version": 7, "panel": PANEL})
     text = refusal(out)
     wanted = {
-        "lacks": "lacks the tensor 'norm.weight'",
+        "lacks": "has no tensor 'norm.weight'",
         "has": "has the tensor 'norm.bias'",
         "shape": "[3]",
         "order": "version=7",

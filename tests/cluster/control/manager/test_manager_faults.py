@@ -373,7 +373,7 @@ def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
     run(scenario, data=2)
 
 
-@pytest.mark.parametrize("group_fails", ["rank 2 did not come", None])
+@pytest.mark.parametrize("group_fails", ["rank 2 did not connect", None])
 def test_a_group_that_does_not_form_leaves_the_old_epoch_serving(group_fails) -> None:
     """If `group_fails` is None, the new engine dies while the group forms."""
 
