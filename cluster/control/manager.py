@@ -110,7 +110,7 @@ class ClusterManager:
             self._state = control_state.take_over(
                 self._state, previous, is_paused=is_paused, limits=self._limits
             )
-            self.upgrader.take_over(previous.upgrade)
+            self.upgrader.take_over(previous.upgrade, found)
             self.adapters.all = previous.desired.adapters
             self.upgrader.set_needed(found.versions)
             await self.save()

@@ -21,6 +21,7 @@ from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Ver
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.scaling_counts import UpgradeStatus
+from swell.coordinator.service import Membership
 
 _SAVE_TIMEOUT_S = 10.0
 """How long it may take to store the request; nothing starts before that."""
@@ -63,8 +64,11 @@ class Upgrader:
         """The version with which replacements start: one that has served, if there is one."""
         return self._state.starts
 
-    def take_over(self, record: UpgradeRecord) -> None:
-        self._state = upgrade.take_over(record, self._config_hash, self._config)
+    def take_over(self, record: UpgradeRecord, found: Membership) -> None:
+        """Continue with the record of an earlier manager. `found`: its engines, and the versions
+        that unfinished responses need."""
+        in_use = {*found.versions, *(member.version for member in found.view.roster.members)}
+        self._state = upgrade.take_over(record, self._config_hash, self._config, in_use)
         if self.record.stage is not record.stage:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 

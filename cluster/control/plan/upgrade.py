@@ -109,9 +109,11 @@ class Failure(msgspec.Struct, frozen=True):
     """The start would fail again in the same way."""
 
 
-def take_over(record: UpgradeRecord, config_hash: str, config: Config) -> UpgradeState:
+def take_over(
+    record: UpgradeRecord, config_hash: str, config: Config, in_use: Collection[str] = ()
+) -> UpgradeState:
     """Continue with the record of the previous manager. If its application was deployed with
-    another configuration, this is an upgrade."""
+    another configuration, this is an upgrade. `in_use`: see `begin`."""
     if record.find(record.wanted) is None:
         version = Version.of(1, config_hash, config)
         return UpgradeState(
@@ -122,7 +124,7 @@ def take_over(record: UpgradeRecord, config_hash: str, config: Config) -> Upgrad
     state = UpgradeState(replace(record, deployed=config_hash))
     if config_hash == record.get(record.wanted).config_hash:
         return state
-    return _want(state, config_hash, config, ())
+    return _want(state, config_hash, config, in_use)
 
 
 def begin(

@@ -205,6 +205,27 @@ def test_versions_in_use_are_remembered_however_many_are_requested() -> None:
     run(scenario)
 
 
+def test_versions_in_use_are_remembered_however_often_the_application_is_deployed() -> None:
+    """An engine of the first version finishes an answer meanwhile."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.needed = {OLD}
+        (oldest,) = [handle.name for handle in harness.placement.alive.values()]
+        for number in range(2 * MAX_VERSIONS):
+            await harness.manager.save()
+            harness.config_hash = f"other{number}"
+            await harness.lose_manager()
+            await harness.manager.start()
+            await asyncio.sleep(3 * START_S)
+            assert oldest in harness.placement.processes
+        harness.coordinator.needed = set()
+        await harness.settle()
+        assert harness.versions == [f"{2 * MAX_VERSIONS + 1}-other{2 * MAX_VERSIONS - 1}"]
+
+    run(scenario)
+
+
 def requested(state: UpgradeState, *hashes: str) -> UpgradeState:
     for config_hash in hashes:
         state = begin(state, config_hash, CONFIG, [v.name for v in state.record.versions][-1:])
