@@ -169,7 +169,7 @@ class CoordinatorStateMachine:
                     Phase(message.wave_phase),
                     message.pausing,
                 )
-                sends += self._check_repairs(member, message.repairs)
+                sends += self._check_repairs(member, message, now)
             case StartWave():
                 sends = self.waves.start_wave(message.rank, message.epoch, message.wave)
             case WaveComplete():
@@ -191,6 +191,9 @@ class CoordinatorStateMachine:
             if message.epoch == self.waves.epoch or message.absent:
                 self._broken_reason = f"{named(member)}: {message.reason}"
             return self.waves.broken(message.epoch)
+        return self._begin_repair(member, now)
+
+    def _begin_repair(self, member: Member, now: float) -> RankedCommands:
         if member.state is not (state := MemberState.REPAIRING):
             leaves = member.state is MemberState.LEAVING
             self._update_member(member.rank, now, state=state, leaves=leaves)
@@ -200,13 +203,15 @@ class CoordinatorStateMachine:
         self._update_member(member.rank, now, store=message.store)
         return self.waves.change(self._with({member.rank} - self.detached))
 
-    def _check_repairs(self, member: Member, repairs: int) -> RankedCommands:
-        """Detects from a report that an engine has new workers although its `Repaired` was lost."""
+    def _check_repairs(self, member: Member, report: EngineReport, now: float) -> RankedCommands:
+        """Detects from a report that `Broken` or `Repaired` was lost: that an engine replaces a
+        worker, or has replaced it."""
         rank = member.rank
         if member.state is not MemberState.REPAIRING:
-            self._repairs[rank] = repairs
+            self._repairs[rank] = report.repairs
             self._introducing.discard(rank)
-        elif repairs > self._repairs.get(rank, 0) and rank not in self.waves.target_ranks:
+            return self._begin_repair(member, now) if report.is_repairing else []
+        if report.repairs > self._repairs.get(rank, 0) and rank not in self.waves.target_ranks:
             self._introducing.add(rank)
             return [(rank, Introduce())]
         return []

@@ -113,6 +113,9 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     (`docs/operate/experts.md`)."""
     freed_bytes: int = 0
     """Bytes that its workers have released while it sleeps."""
+    is_repairing: bool = False
+    """Whether it replaces a worker or wakes up: a coordinator that does not know `Broken` learns it
+    here."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -34,10 +34,12 @@ def report_of(
     repairs: int,
     resets: int,
     roster_epoch: int,
+    is_repairing: bool = False,
 ) -> EngineReport:
     """Returns the current load, progress and counters of the engine. `progress_at_forming`:
     progress when it joined its group. `repairs`, `resets`: how often workers were replaced, and
-    groups broke. `roster_epoch`: the newest that a coordinator has sent."""
+    groups broke. `roster_epoch`: the newest that a coordinator has sent. `is_repairing`: whether it
+    replaces a worker or wakes up."""
     scheduler, member = core.scheduler, core.wave_member
     return EngineReport(
         rank=rank,
@@ -77,4 +79,5 @@ def report_of(
         wakes=core.memory.num_wakes,
         expert_imbalance=core.expert_imbalance,
         freed_bytes=core.memory.freed_bytes,
+        is_repairing=is_repairing,
     )

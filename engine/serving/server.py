@@ -90,8 +90,8 @@ class EngineServer:
         self._check_interval_s = config.cluster.heartbeat_s
         self._checked_at = 0.0
         self._reconfiguration: ReconfigureDistributedRequest | ServeAlone | None = None
-        self._repair_unreported = False
-        """Whether workers were replaced, and no `Repaired` was sent yet."""
+        self._is_repairing = False
+        """Whether it replaces workers or wakes up, until it sends `Repaired`."""
         self._describe()
         self._reported: EngineSnapshot | None = None
         """The group's state in the last report."""
@@ -329,7 +329,7 @@ class EngineServer:
         if self._is_waking:
             self._is_waking = False
             memory.wake_with_next_regroup()
-            self._repair_unreported = True
+            self._is_repairing = True
             self._send_to_coordinator(member.broken("engine wakes up", repairing=True))
             await self._form_again(wakes=True)
             return True
@@ -350,12 +350,12 @@ class EngineServer:
         self.core.discard_steps_in_flight()
         self._send_failed()
         absent = failure.absent if isinstance(failure, GroupBroken) else ()
+        self._is_repairing |= lost
         self._send_to_coordinator(member.broken(str(failure), lost, absent))
         if lost:
             await self._runtime.run(self.core.executor.repair)
             self.core.on_repaired()
             self._send_failed()
-            self._repair_unreported = True
             self._describe()
         await self._form_again()
 
@@ -364,13 +364,14 @@ class EngineServer:
         if not member.lockstep:
             await self._runtime.run(self.core.regroup, GroupPlan(generation=0))
             self._send_to_coordinator(member.joined())
-        if self._repair_unreported:  # perhaps from an earlier turn, whose groups failed
-            self._repair_unreported = False
+        if self._is_repairing:  # perhaps from an earlier turn, whose groups failed
+            self._is_repairing = False
             self.repairs += 1  # not earlier: to the coordinator a greater number means `Repaired`
             if wakes:
                 self.core.memory.on_woken()
-            self._log.info("serves again", repairs=self.repairs)
-            self._send_to_coordinator([Repaired(self.rank, self.incarnation, self.member.store)])
+            self._log.info("engine serves again", repairs=self.repairs)
+            repaired = Repaired(self.rank, self.incarnation, self.member.store)
+            self._send_to_coordinator([repaired, self._report()])  # the old report says repairing
 
     def _send_failed(self) -> None:
         for failed in self.core.take_failed():
@@ -406,4 +407,5 @@ class EngineServer:
             repairs=self.repairs,
             resets=self._resets,
             roster_epoch=self._coordinator_client.roster_epoch,
+            is_repairing=self._is_repairing,
         )

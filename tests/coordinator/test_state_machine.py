@@ -313,6 +313,29 @@ def test_a_repairing_engine_stays_and_is_active_again(kind, request) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_report_tells_of_a_repair_whose_message_was_lost(kind, leaves, request) -> None:
+    """A connection that broke loses `Broken`, and a coordinator that recovers drops it."""
+    state_machine = request.getfixturevalue(kind)
+    state_machine.join([member(0), member(1)], 0.0)
+    form(state_machine)
+    if leaves:
+        state_machine.leave([1], 0.0)
+    report = EngineReport(1, 7, epoch=state_machine.waves.epoch, wave_phase=int(Phase.OUT))
+    state_machine.on_message(msgspec.structs.replace(report, is_repairing=True), 1.0)
+    form(state_machine)
+    found = state_machine.current_member(1)
+    assert found is not None
+    assert (found.state, found.leaves) == (MemberState.REPAIRING, leaves)
+    assert states(state_machine)[0] is MemberState.ACTIVE
+    assert 1 not in state_machine.waves.target_ranks
+    state_machine.on_message(Repaired(1, 7, ("other", 5)), 2.0)
+    state_machine.on_message(Paused(0, 7, state_machine.waves.epoch, 1), 2.0)
+    form(state_machine)
+    assert states(state_machine)[1] is (MemberState.LEAVING if leaves else MemberState.ACTIVE)
+
+
+@pytest.mark.parametrize("kind", ["dense", "lockstep"])
 def test_an_engine_whose_message_that_it_is_back_was_lost_is_asked(kind, request) -> None:
     state_machine = request.getfixturevalue(kind)
     state_machine.join([member(0), member(1)], 0.0)

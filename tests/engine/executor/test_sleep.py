@@ -120,8 +120,8 @@ def test_a_paused_engine_falls_asleep_and_goes_on_when_it_is_resumed(
 
 def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     """An engine counts a wake-up once it is awake. A larger `repairs` than expected tells the
-    coordinator that a `Repaired` was lost. A wake-up replaces no worker, so it has a counter of its
-    own."""
+    coordinator that a `Repaired` was lost, and `is_repairing` that a `Broken` was lost. A wake-up
+    replaces no worker, so it has a counter of its own."""
     engine, inbox = harness
     inbox.until(EngineHello)
     fall_asleep(inbox, 2)
@@ -135,6 +135,7 @@ def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     while not (report := inbox.until(EngineReport)).repairs:
         """Skips a report that was sent together with `Repaired`."""
     assert (report.repairs, report.wakes) == (1, 1)
+    assert before[-1].is_repairing and not report.is_repairing
     assert engine.server.repairs == 1
 
 
