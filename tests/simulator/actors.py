@@ -20,7 +20,7 @@ from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.manager_state import NO_MANAGER, ManagerId
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
@@ -87,14 +87,37 @@ class SimCoordinator(CoordinatorService):
             recover=inherited or restarted,
         )
         plane.coordinators.append((process, self))
-        right = self._state_machine.detach
+        self._kept: frozenset[int] = frozenset()
+        """Ranks that a call in progress keeps although they were leaving."""
+        self._observe_state_machine()
 
-        def detach(ranks: Iterable[int], now: float) -> RankedCommands:
+    def _observe_state_machine(self) -> None:
+        plane, machine = self._plane, self._state_machine
+        detach, cancel_leave = machine.detach, machine.cancel_leave
+        change = machine.cluster_state.change
+
+        def observed_detach(ranks: Iterable[int], now: float) -> RankedCommands:
             for call in plane.on_detach:
                 call(list(ranks))
-            return right(ranks, now)
+            return detach(ranks, now)
 
-        self._state_machine.detach = detach  # type: ignore[method-assign]
+        def observed_cancel(ranks: Iterable[int], now: float) -> RankedCommands:
+            self._kept = frozenset(ranks)
+            try:
+                return cancel_leave(ranks, now)
+            finally:
+                self._kept = frozenset()
+
+        def observed_change(step: Callable[[Roster], Roster], now: float) -> Roster:
+            before = machine.roster
+            after = change(step, now)
+            for call in plane.on_roster if after is not before else ():
+                call(before, after, self._kept)
+            return after
+
+        machine.detach = observed_detach  # type: ignore[method-assign]
+        machine.cancel_leave = observed_cancel  # type: ignore[method-assign]
+        machine.cluster_state.change = observed_change  # type: ignore[method-assign]
 
     @property
     def machine_view(self) -> ClusterView:
@@ -113,6 +136,20 @@ class SimCoordinator(CoordinatorService):
         for call in self._plane.on_leave:
             call(ranks)
         return super().leave(ranks, by)
+
+    def _change_for(self, by: ManagerId, step: Callable[[float], RankedCommands]) -> Roster:
+        state = self._state_machine.manager_state
+        roster = super()._change_for(by, step)
+        for call in self._plane.on_command:
+            call(by, state)
+        return roster
+
+    def _keep(self, state: ManagerState) -> ManagerState:
+        before = self._state_machine.manager_state
+        kept = super()._keep(state)
+        for call in self._plane.on_kept:
+            call(before, self._state_machine.manager_state)
+        return kept
 
     def contact(self) -> CoordinatorContact:
         name = f"coordinator-{CLUSTER_ID}"

@@ -1,13 +1,16 @@
 """Random schedules in which something goes wrong while the cluster recovers from something else.
 
-A campaign consists of a few moments. In each moment a fault happens or an operator changes
-something. A fault is often repeated, hits two targets at once, or is followed by a fault that waits
-for a message of the recovery. Meanwhile several ingresses have long answers, of several versions.
+A campaign consists of a few moments. In each moment a fault happens, an operator changes
+something, or both. Most campaigns have only a few kinds of faults and changes, so that these meet
+often: a mixture of all kinds seldom repeats one of them while it still has effects. A fault is
+often repeated, hits two targets at once, hits an engine that a change concerns, or is followed by a
+fault that waits for a message of the recovery. Meanwhile several ingresses have long answers, of
+several versions.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 from tests.simulator.model import BROKEN_WEIGHTS, POISON_SEED, VOCAB_SIZE
@@ -22,9 +25,12 @@ from tests.simulator.scenario import (
     Scenario,
 )
 
-_BEGIN_S, _MOMENT_S = 3.0, 6.0
-"""The first moment begins at about `_BEGIN_S`; each later one begins up to `_MOMENT_S` after the
-previous one."""
+_BEGIN_S = 3.0
+"""The first moment begins at about this time."""
+_PAUSES_S = (0.5, 2.0, 4.0)
+"""The times between two moments. A campaign has one of them."""
+_ARRIVALS_S = 4.0
+"""The time after the last moment within which requests arrive."""
 _STALL_TIMEOUT_S = 10.0
 """Equals `STALL_TIMEOUT_S` in `control_plane.py`: a fault of about this length is sometimes
 noticed, sometimes not."""
@@ -72,6 +78,8 @@ CHANGE = (
 """Messages that are sent while an operator changes something."""
 ALIVE = ("EngineReport", "EngineReport", "EngineReport", "KeepAlive", "Subscribe")
 """Messages that living processes send periodically."""
+CHANGES = ("scale", "scale", "drain", "pause", "upgrade", "upgrade")
+"""Changes by an operator."""
 LINKS = ("black-hole", "black-hole", "drop", "loss", "slow", "cut-pair", "half-cut-pair")
 """Faults of a link that come before a fault at one of its ends."""
 ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "kill-ingress")
@@ -82,27 +90,39 @@ CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
 """Cuts. Two of five separate only two hosts."""
 
 
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of faults of one campaign."""
+
+    common: tuple[str, ...]
+    """The kinds that begin a trouble."""
+    possible: tuple[str, ...]
+    """The kinds that weaken a link, or hit a message or an end of a link."""
+
+
 def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) -> Scenario:
     """Draws a campaign from a scenario. `kinds`: the kinds of faults."""
+    drawn, changes = _draw_kinds(random, kinds), _draw_changes(random)
+    focus = random.choice((None, None, random.randrange(12)))
+    pause_s = random.choice(_PAUSES_S)
     faults: list[Fault] = []
     operations: list[Operation] = []
+    moments: list[float] = []
     at = _BEGIN_S + random.random()
-    for _ in range(random.randint(1, 4)):
-        if random.random() < 0.65:
-            faults += _draw_trouble(random, kinds, at, expert=scenario.expert)
-        if random.random() < 0.55:
-            operations += _draw_operations(random, at, expert=scenario.expert)
-            match random.choice(("calm", "calm", "weak", "aimed")):
-                case "weak":
-                    faults.append(_draw_weak_link(random, kinds, at))
-                case "aimed":
-                    faults.append(_draw_aimed(random, kinds, at, CHANGE, expert=scenario.expert))
-        at += _MOMENT_S * random.random()
-    if not faults and not operations:
-        faults = _draw_trouble(random, kinds, at, expert=scenario.expert)
+    for _ in range(random.choice((1, 2, 2, 3, 4, 5))):
+        moments.append(at)
+        new_faults, new_operations = _draw_moment(
+            random, at, drawn, changes, expert=scenario.expert
+        )
+        faults += new_faults
+        operations += new_operations
+        at += pause_s * (0.5 + random.random())
+    if focus is not None:
+        faults = [replace(each, target=focus) for each in faults]
     ingresses = random.choice((1, 2, 2, 2, 3, 3))
+    until_s = at + _ARRIVALS_S
     requests = [
-        _draw_request(random, ingresses, at + _MOMENT_S) for _ in range(random.randint(4, 16))
+        _draw_request(random, ingresses, moments, until_s) for _ in range(random.randint(4, 16))
     ]
     if random.random() < _POISON_SHARE:
         requests[0] = replace(requests[0], seed=POISON_SEED, gives_up_after=None)
@@ -118,8 +138,42 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
         step_s=random.choice((FAST_STEP_S, SLOW_STEP_S, SLOW_STEP_S)),
         autoscaled=scenario.autoscaled and random.random() < 0.5,
         rooms=random.choice(_ROOMS),
-        slow_load_s=random.choice((0.0, 0.0, 0.0, 2.0, 6.0)),
+        slow_load_s=random.choice((0.0, 0.0, 2.0, 6.0)),
     )
+
+
+def _draw_moment(
+    random: Random, at: float, kinds: Kinds, changes: tuple[str, ...], *, expert: bool
+) -> tuple[list[Fault], list[Operation]]:
+    """Draws the faults and the changes of one moment."""
+    what = random.choice(("trouble", "change", "change", "both", "both"))
+    if what == "trouble":
+        return _draw_trouble(random, kinds, at, expert=expert), []
+    operations = _draw_operations(random, at, changes, expert=expert)
+    if what == "change":
+        match random.choice(("calm", "calm", "weak", "aimed")):
+            case "weak":
+                return [_draw_weak_link(random, kinds, at)], operations
+            case "aimed":
+                return [_draw_aimed(random, kinds, at, CHANGE, expert=expert)], operations
+        return [], operations
+    later_s = random.choice((0.0, 0.05, 0.5, 2.0)) * (0.5 + random.random())
+    faults = _draw_trouble(random, kinds, at + later_s, expert=expert)
+    if random.random() < 0.3:  # the change comes during the trouble
+        operations = [replace(each, at=each.at + 2 * later_s) for each in operations]
+    return [replace(each, changing=random.random() < 0.6) for each in faults], operations
+
+
+def _draw_kinds(random: Random, kinds: tuple[str, ...]) -> Kinds:
+    """Draws the common kinds: few, so that they meet often, or all."""
+    weighted = [*kinds, *(each for each in OF_KIND if each in kinds)]
+    number = random.choice((1, 2, 2, 3, len(weighted)))
+    common = random.sample(weighted, min(number, len(weighted)))
+    return Kinds(tuple(dict.fromkeys(common)), kinds)
+
+
+def _draw_changes(random: Random) -> tuple[str, ...]:
+    return tuple(random.sample(CHANGES, random.choice((1, 1, 2, len(CHANGES)))))
 
 
 def _fitting(operations: list[Operation], faults: list[Fault]) -> tuple[Operation, ...]:
@@ -133,8 +187,11 @@ def _fitting(operations: list[Operation], faults: list[Fault]) -> tuple[Operatio
     return tuple(sorted(operations, key=lambda operation: operation.at))
 
 
-def _draw_request(random: Random, ingresses: int, until_s: float) -> Request:
-    at = _BEGIN_S + random.random() * (until_s - _BEGIN_S)
+def _draw_request(random: Random, ingresses: int, moments: list[float], until_s: float) -> Request:
+    """Draws a request that arrives about a moment, or at any time before `until_s`."""
+    at = random.choice(moments) + random.uniform(-0.3, 1.0)
+    if random.random() < 0.5:
+        at = random.uniform(_BEGIN_S, until_s)
     prompt = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 24)))
     max_tokens = random.choice((random.randint(1, 24), random.randint(50, 300)))
     gives_up_after = random.randint(1, 30) if random.random() < 0.1 else None
@@ -148,12 +205,10 @@ def _draw_time(random: Random) -> float:
     return random.choice((0.05, 1.0, edge_s, edge_s, 30.0 * (0.5 + random.random())))
 
 
-def _draw_trouble(
-    random: Random, kinds: tuple[str, ...], at: float, *, expert: bool
-) -> list[Fault]:
-    kind = random.choice([*kinds, *(each for each in OF_KIND if each in kinds)])
+def _draw_trouble(random: Random, kinds: Kinds, at: float, *, expert: bool) -> list[Fault]:
+    kind = random.choice([*kinds.common, *(each for each in OF_KIND if each in kinds.common)])
     if kind in CUTS:
-        kind = random.choice([each for each in CUTS if each in kinds])
+        kind = random.choice([each for each in CUTS if each in kinds.possible])
     first = Fault(kind, at, random.randrange(12), _draw_time(random))
     faults = [first]
     match random.choice(("once", "again", "pair", "chased", "chased", "weak", "weak")):
@@ -172,16 +227,20 @@ def _draw_trouble(
                 expert, messages = False, OF_KIND[kind]
             faults.append(_draw_aimed(random, kinds, at + 0.001, messages, expert=expert))
         case "weak":  # a link fails, then one of its ends before the link has recovered
-            kind = random.choice([each for each in ENDS if each in kinds] or kinds)
+            kind = random.choice(_among(ENDS, kinds))
             hit = replace(first, kind=kind, at=at + 1.0 + random.random(), same=True)
             faults = [_draw_weak_link(random, kinds, at), hit]
     return faults
 
 
-def _draw_weak_link(random: Random, kinds: tuple[str, ...], at: float) -> Fault:
+def _among(names: tuple[str, ...], kinds: Kinds) -> list[str]:
+    return [each for each in names if each in kinds.possible] or list(kinds.possible)
+
+
+def _draw_weak_link(random: Random, kinds: Kinds, at: float) -> Fault:
     """Draws a fault of a link that lasts until processes have been replaced, or about until it is
     noticed."""
-    kind = random.choice([each for each in LINKS if each in kinds] or kinds)
+    kind = random.choice(_among(LINKS, kinds))
     trigger = AtMessage(random.choice(ALIVE), random.choice((1, 1, 2)))
     replaced_s = _REPLACED_S * random.uniform(1.0, 3.0)
     time_s = random.choice((replaced_s, replaced_s, _draw_time(random)))
@@ -189,19 +248,21 @@ def _draw_weak_link(random: Random, kinds: tuple[str, ...], at: float) -> Fault:
 
 
 def _draw_aimed(
-    random: Random, kinds: tuple[str, ...], at: float, messages: tuple[str, ...], *, expert: bool
+    random: Random, kinds: Kinds, at: float, messages: tuple[str, ...], *, expert: bool
 ) -> Fault:
     """Draws a fault that one of these messages triggers."""
     messages += GROUP_RECOVERY if expert else ()
     trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
-    kind = random.choice([each for each in LOSSES if each in kinds] or kinds)
+    kind = random.choice(_among(LOSSES, kinds))
     return Fault(kind, at, random.randrange(12), _draw_time(random), trigger)
 
 
-def _draw_operations(random: Random, at: float, *, expert: bool) -> list[Operation]:
+def _draw_operations(
+    random: Random, at: float, changes: tuple[str, ...], *, expert: bool
+) -> list[Operation]:
     """Draws one change, often with its reversal or another change during it."""
     later = random.choice((0.05, 0.5, 2.0, 5.0)) * (0.5 + random.random())
-    match random.choice(("scale", "drain", "pause", "upgrade", "upgrade", "upgrade")):
+    match random.choice(changes):
         case "scale":
             numbers = [random.randint(1, 4) for _ in range(random.randint(1, 3))]
             return [Operation(at + i * later, "scale", n) for i, n in enumerate(numbers)]
@@ -210,8 +271,9 @@ def _draw_operations(random: Random, at: float, *, expert: bool) -> list[Operati
         case "pause":
             level = random.randint(0, 2)
             return [Operation(at, "pause", level), Operation(at + 2 * later, "resume")]
-    if expert:
-        return [Operation(at, "scale", random.randint(1, 4))]
+    if expert:  # they are never upgraded
+        numbers = (random.randint(1, 4), random.randint(1, 4))
+        return [Operation(at + i * later, "scale", n) for i, n in enumerate(numbers)]
     operations = []
     for _ in range(random.choice((1, 1, 2, 3))):
         kind = random.choice(("upgrade", "update_weights", "update_weights", "redeploy"))

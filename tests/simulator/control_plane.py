@@ -17,6 +17,8 @@ from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutpu
 from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
+from swell.coordinator.manager_state import ManagerId, ManagerState
+from swell.coordinator.roster import MemberState, Roster
 from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
@@ -198,7 +200,7 @@ class SimIngress:
         def connect(
             client_index: int, listener: EngineListener, metrics: MetricsExchange, **periods: float
         ) -> AsyncEngineCoreClient:
-            return AsyncEngineCoreClient(
+            client = AsyncEngineCoreClient(
                 contact.address,
                 contact.keys,
                 client_index,
@@ -208,6 +210,15 @@ class SimIngress:
                 runtime=runtime,
                 find=finder(self._plane, self.process, contact),
             )
+            send = client.send
+
+            def observed_send(engine: EngineId, message: Any) -> None:
+                for call in self._plane.on_send:
+                    call(self, engine, message)
+                send(engine, message)
+
+            client.send = observed_send  # type: ignore[method-assign]
+            return client
 
         self.llm = _ObservedLLM(
             self,
@@ -269,6 +280,17 @@ class ControlPlane:
         """Called when a coordinator is told that engines must leave."""
         self.on_detach: list[Callable[[list[int]], None]] = []
         """Called when a coordinator is told to detach engines."""
+        self.on_roster: list[Callable[[Roster, Roster, frozenset[int]], None]] = []
+        """Called when a coordinator changes its roster, with the old and the new one, and the ranks
+        that it keeps although they were leaving."""
+        self.on_command: list[Callable[[ManagerId, ManagerState], None]] = []
+        """Called when a coordinator has executed a command: with the manager that sent it, and the
+        manager's state that the coordinator knew."""
+        self.on_kept: list[Callable[[ManagerState, ManagerState], None]] = []
+        """Called when a coordinator has got a manager's state: with what it knew before, and what
+        it knows now."""
+        self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
+        """Called with each message from an ingress to an engine."""
         self.deployed = 0
         """The weights in the configuration with which Serve starts a manager."""
         self.operator = Operator(self)
@@ -365,6 +387,17 @@ class ControlPlane:
     @property
     def living_engines(self) -> list[SimEngine]:
         return [engine for engine in self.engines if engine.process.alive]
+
+    @property
+    def changing_engines(self) -> list[SimEngine]:
+        """Living engines that load, leave or replace a worker, as the coordinator knows."""
+        members = () if self.coordinator is None else self.coordinator.members
+        active = {m.incarnation for m in members if m.state is MemberState.ACTIVE}
+        return [
+            engine
+            for engine in self.living_engines
+            if engine.server is None or engine.server.incarnation not in active
+        ]
 
     @property
     def coordinator(self) -> SimCoordinator | None:

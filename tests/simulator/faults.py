@@ -39,6 +39,8 @@ class FaultInjector:
         self.begun_at = 0.0
         """When the latest fault began."""
         self.num_hangs = 0
+        self.num_stopped_newcomers = 0
+        """Number of engines that were stopped while they were not in the roster."""
         self.num_poisoned = 0
         """Number of engines that a poison request has terminated."""
         self.slowest_clock = 1.0
@@ -92,6 +94,11 @@ class FaultInjector:
             same = [p for p in self._hit if p.alive and p.name.startswith(tuple(names))]
             if same:
                 return same[fault.target % len(same)]
+        if fault.changing:
+            changing = [each.process for each in self._plane.changing_engines]
+            changing = [each for each in changing if each.name.startswith(tuple(names))]
+            if changing:
+                return changing[fault.target % len(changing)]
         if side is not None:
             ends = [side.process, side.peer.process]
             fit = [p for p in ends if p.alive and p.name.startswith(tuple(names))]
@@ -141,9 +148,18 @@ class FaultInjector:
         names = ("sim-engine", "coordinator", "manager", "ingress")
         process = self._process(fault, side, names)
         if process is not None and not process.stopped:
-            self._note(fault, process.name, fault.time_s)
-            process.stop()
-            self._later(fault, process.resume)
+            self._stop(fault, process)
+
+    def _stop(self, fault: Fault, process: Process) -> None:
+        self._note(fault, process.name, fault.time_s)
+        members = () if self._plane.coordinator is None else self._plane.coordinator.members
+        known = {member.incarnation for member in members}
+        self.num_stopped_newcomers += any(
+            each.process is process and (not each.server or each.server.incarnation not in known)
+            for each in self._plane.living_engines
+        )
+        process.stop()
+        self._later(fault, process.resume)
 
     def cut(self, fault: Fault, side: Side | None) -> None:
         """Cuts off a host from all others."""
@@ -225,7 +241,8 @@ class FaultInjector:
         """Makes an engine hang: it sends heartbeats, but its steps do not finish."""
         living = self._plane.living_engines
         same = [engine for engine in living if fault.same and engine.process in self._hit]
-        engine = self._pick(fault, same or living)
+        changing = self._plane.changing_engines if fault.changing else []
+        engine = self._pick(fault, same or changing or living)
         if engine is not None:
             self._note(fault, engine.process.name)
             engine.executor.hangs = True
@@ -328,19 +345,14 @@ class FaultInjector:
         """Stops two engines at once."""
         engines = [each for each in self._plane.living_engines if not each.process.stopped]
         for index in range(min(2, len(engines))):
-            process = engines[(fault.target + index) % len(engines)].process
-            self._note(fault, process.name, fault.time_s)
-            process.stop()
-            self._later(fault, process.resume)
+            self._stop(fault, engines[(fault.target + index) % len(engines)].process)
 
     def stop_control(self, fault: Fault, side: Side | None) -> None:
         """Stops the coordinator or the manager."""
         name = ("coordinator", "coordinator", "manager")[fault.target % 3]
         process = self._process(fault, None, (name,))
         if process is not None and not process.stopped:
-            self._note(fault, process.name, fault.time_s)
-            process.stop()
-            self._later(fault, process.resume)
+            self._stop(fault, process)
 
     def second_manager(self, fault: Fault, side: Side | None) -> None:
         """Makes Serve believe that the manager has died and start another one. The first one keeps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
 from swell.coordinator.wave_protocol.wave_interface import Phase
@@ -73,11 +74,9 @@ class KnowledgeWatch:
         for report in reports.values():
             if report.incarnation != members.get(report.rank):
                 self._break(f"the report of engine {report.rank} is one of an earlier engine")
-        living = self._plane.living_engines
-        stand_still = (each.executor.hangs or each.process.stopped for each in living)
-        if self._plane.scenario.expert and any(stand_still):
+        if self._plane.scenario.expert and not self._all_step(members):
             return  # the other engines wait inside a step
-        for engine in living:
+        for engine in self._plane.living_engines:
             server = engine.server
             if server is None or members.get(engine.rank) != server.incarnation:
                 continue
@@ -91,6 +90,18 @@ class KnowledgeWatch:
             differs = differs and not engine.executor.worker_lost
             if self._is_over(("load", server, load), _LOAD_S, holds=differs):
                 self._break(f"{engine.process.name} has other requests than it has reported")
+
+    def _all_step(self, members: dict[int, int]) -> bool:
+        """Returns whether all members live, run, do not hang, and reach each other."""
+        living = [engine for engine in self._plane.living_engines if engine.server is not None]
+        incarnations = {each.server.incarnation for each in living if each.server is not None}
+        processes = [each.process for each in living]
+        return (
+            incarnations >= {*members.values()}
+            and not any(each.executor.hangs for each in living)
+            and all(each.runs for each in processes)
+            and all(starmap(self._calm.reach, combinations(processes, 2)))
+        )
 
     def _look_at_views(self, coordinator: SimCoordinator) -> None:
         """Checks that an ingress knows the loads that the coordinator knows."""

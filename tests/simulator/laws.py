@@ -12,6 +12,7 @@ from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine, weights_of
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
 from tests.simulator.coverage import Transitions
+from tests.simulator.decisions import logged_defects
 from tests.simulator.disturbances import LOOK_S
 from tests.simulator.faults import FaultInjector
 from tests.simulator.model import expected_tokens, text_of
@@ -64,9 +65,9 @@ class Run:
     def judge(self) -> Verdict:
         plane, kernel = self.plane, self.plane.kernel
         try:
-            with simulated_exits():
+            with simulated_exits(), logged_defects() as defects:
                 self._run_until_rest()
-            during = [*kernel.failures, *self.watch.broken, *self.prober.broken]
+            during = [*kernel.failures, *defects, *self.watch.broken, *self.prober.broken]
             broken = [*during, *self._check_requests(), *self._check_journeys()]
             broken += [*self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:

@@ -164,6 +164,8 @@ class SimExecutor(Executor):
         self.sleep_level = 0
         self.worker_lost = False
         """Whether a worker is lost. Until it is repaired, steps and groups fail."""
+        self.is_repairing = False
+        """Whether the engine has noticed that a worker is lost, and replaces it."""
         self.on_poison: Callable[[], None] = lambda: None
         """Called in the step that computes a poison request."""
         self.progress = 0
@@ -257,8 +259,9 @@ class SimExecutor(Executor):
         return self._repair()
 
     async def _repair(self) -> None:
+        self.is_repairing = True
         await asyncio.sleep(_REPAIR_S * self._repair_times.random())
-        self.worker_lost = False
+        self.worker_lost = self.is_repairing = False
 
     def abort(self) -> None:
         self._aborts += 1

@@ -138,7 +138,7 @@ def _not_replaced(right: Any, state: Any, fleet: Any, now: float) -> Any:
 def _load_forgotten(right: Any, self: Any) -> None:
     if self._report is not None:
         self._report = msgspec.structs.replace(self._report, running=0)
-    self._num_requests = lambda: 0
+    self._engine = replace(self._engine, num_requests=lambda: 0)
     right(self)
 
 
@@ -155,6 +155,17 @@ def _no_time_to_leave(
 def _of_the_first(right: Any, self: Any) -> list[str]:
     """Uses the order of the connections' identities, which does not depend on the hash seed."""
     return sorted(self._versions[min(self._versions)]) if self._versions else []
+
+
+def _any_state(right: Any, self: Any, state: Any) -> Any:
+    self._state_machine.manager_state = state
+    self._send_heartbeats()
+    return state
+
+
+def _leave_forgotten(right: Any, roster: Any, ranks: Any) -> Any:
+    repaired = {*ranks} & {*roster.repairing}
+    return rosters.update_members(roster, repaired, state=rosters.MemberState.ACTIVE)
 
 
 async def _leads(right: Any, self: Any) -> bool:
@@ -376,6 +387,15 @@ BUGS = {
     ),
     "coordinator: an engine that comes late has the epoch of the others": Bug(
         WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
+    ),
+    "coordinator: it keeps any state of a manager": Bug(
+        CoordinatorService, "_keep", _any_state, campaigns=True
+    ),
+    "coordinator: an engine that is repaired leaves no longer": Bug(
+        rosters, "end_repair", _leave_forgotten, campaigns=True
+    ),
+    "manager: a start that is cancelled goes on": Bug(
+        Fleet, "cancel_start", _nothing, campaigns=True
     ),
     "ingress: it does not hear what engines begin": Bug(
         OutputProcessor, "process_started", _nothing, campaigns=True

@@ -66,6 +66,8 @@ class Fault:
     same: bool = False
     """Whether it prefers a process that the previous fault has hit, or an end of the link that it
     hit."""
+    changing: bool = False
+    """Whether it prefers an engine that loads, leaves or replaces a worker."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from tests.simulator.control_plane import (
     SimIngress,
     SimRequest,
 )
+from tests.simulator.decisions import DecisionWatch
 from tests.simulator.disturbances import LOOK_S, Disturbances
 from tests.simulator.faults import FaultInjector
 from tests.simulator.knowledge import KnowledgeWatch
@@ -81,6 +82,7 @@ class Watch:
         self._calm = Calm(plane, faults)
         self._membership = MembershipWatch(plane, self, self._calm, self._break)
         self._knowledge = KnowledgeWatch(plane, self, self._calm, self._break)
+        self._decisions = DecisionWatch(plane, self, self._calm, self._break)
 
     def look(self) -> None:
         self._calm.look()
@@ -93,6 +95,7 @@ class Watch:
         self._look_at_placements()
         self._membership.look()
         self._knowledge.look()
+        self._decisions.look()
 
     @property
     def slowest_clock(self) -> float:
@@ -114,8 +117,13 @@ class Watch:
     @property
     def hang_s(self) -> float:
         """How long hanging engines may hold up the others. If a group does not form, it is formed
-        once more before the hanging engine is identified."""
-        return self._faults.num_hangs * STUCK_S * (2 if self._plane.scenario.expert else 1)
+        once more before the hanging engine is identified. A newcomer that is stopped may be found
+        silent only after it was to join the group."""
+        if not self._plane.scenario.expert:
+            return self._faults.num_hangs * STUCK_S
+        return 2 * self._faults.num_hangs * STUCK_S + (
+            self._faults.num_stopped_newcomers * SILENCE_S
+        )
 
     def _break(self, law: str) -> None:
         self.broken.setdefault(law)
