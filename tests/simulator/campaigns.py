@@ -272,7 +272,7 @@ def _draw_operations(
             level = random.randint(0, 2)
             return [Operation(at, "pause", level), Operation(at + 2 * later, "resume")]
     if expert:  # they are never upgraded
-        numbers = (random.randint(1, 4), random.randint(1, 4))
+        numbers = [random.randint(1, 4), random.randint(1, 4)]
         return [Operation(at + i * later, "scale", n) for i, n in enumerate(numbers)]
     operations = []
     for _ in range(random.choice((1, 1, 2, 3))):

@@ -121,7 +121,8 @@ class _Instrumenter(ast.NodeTransformer):
     def _statements(self, body: list[ast.stmt]) -> list[ast.stmt]:
         found: list[ast.stmt] = []
         for statement in body:
-            where = ast.Constant((self._file, statement.lineno))
+            parts: list[ast.expr] = [ast.Constant(self._file), ast.Constant(statement.lineno)]
+            where = ast.Tuple(parts, ast.Load())
             call = ast.Call(ast.Name("__reached__", ast.Load()), [where], [])
             if not isinstance(statement, ast.Nonlocal | ast.Global):
                 found.append(ast.copy_location(ast.Expr(call), statement))
@@ -145,8 +146,8 @@ def instrumented(module: ModuleType) -> CodeType:
     code = Code.of(module)
     tree = copy.deepcopy(code.tree)
     classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    for owner in (tree, *classes):
-        for node in owner.body:
+    for body in (tree.body, *(owner.body for owner in classes)):
+        for node in body:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 _Instrumenter(code.file).instrument(node)
     return code.compile(tree)
@@ -221,7 +222,7 @@ def _is_log(node: ast.AST) -> bool:
 
 def _changes(node: Any, in_list: bool) -> Iterator[Change]:
     text = ast.unparse(node) if isinstance(node, ast.stmt | ast.expr) else ""
-    text = text.partition("\n")[0]
+    text, new = text.partition("\n")[0], node
     match node:
         case ast.Compare(left=left, ops=[op], comparators=right) if type(op) in _SWAPPED:
             new = ast.Compare(left, [_SWAPPED[type(op)]()], right)

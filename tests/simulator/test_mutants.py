@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.coordinator.transport.channel import ChannelAddress
 from tests.simulator.mutants import all_mutants, instrumented_modules
 
-ROSTER = Roster(1, (Member(0, ("host", 1)),))
+ROSTER = Roster(1, (Member(0, ChannelAddress("host", "", "")),))
 
 
 def test_a_mutant_acts_while_it_is_planted() -> None:
