@@ -310,6 +310,9 @@ class Watch:
         net = self._plane.net
         if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
             return
+        hosts, home = [i.process.host for i in self._plane.ingresses], self._plane.coordinators[-1]
+        if any(net.is_blocked(host, home[0].host) for host in hosts):
+            return  # an ingress that does not know that the engine leaves still sends requests
         for engine in self._plane.living_engines:
             if engine.rank not in ranks or engine.server is None:
                 continue
