@@ -15,8 +15,6 @@ MAX_PARAMETERS = 9
 
 TABLES = ("kernels", "worker/models", "tests/benchmarks", "tests/conformance/peers")
 """Folders that may hold more files: each file is one entry of a table, named after it."""
-LARGE = ("tests/simulator",)
-"""Folders that are not divided yet."""
 PRODUCT = [name for name in FILES if not name.startswith("tests/")]
 
 
@@ -31,7 +29,7 @@ def test_no_folder_has_many_files() -> None:
     folders = Counter(
         folder
         for folder, _, base in (name.rpartition("/") for name in FILES)
-        if base != "__init__.py" and folder not in TABLES + LARGE
+        if base != "__init__.py" and folder not in TABLES
     )
     assert {name: count for name, count in folders.items() if count > MAX_FOLDER_FILES} == {}
 

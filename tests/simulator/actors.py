@@ -31,11 +31,11 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
 from swell.engine.serving.ready import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
-from tests.simulator.kernel import WORLD
+from tests.simulator.kernel.kernel import WORLD
+from tests.simulator.kernel.process import Process
+from tests.simulator.kernel.runtime import SimRuntime
 from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of, weights_in
-from tests.simulator.process import Process
-from tests.simulator.ray_port import SimRay
-from tests.simulator.runtime import SimRuntime
+from tests.simulator.simulated_ray.ray_port import SimRay
 
 if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane

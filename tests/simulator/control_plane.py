@@ -25,15 +25,15 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager, finder
 from tests.simulator.groups import SimGroups
-from tests.simulator.kernel import WORLD, Kernel
+from tests.simulator.kernel.kernel import WORLD, Kernel
+from tests.simulator.kernel.process import Process
+from tests.simulator.kernel.runtime import SimRuntime
 from tests.simulator.model import NumberDetokenizer
-from tests.simulator.network import Network, NetworkOptions
-from tests.simulator.node_provider import NodeProvider
+from tests.simulator.network.network import Network, NetworkOptions
 from tests.simulator.operator import Operator
-from tests.simulator.process import Process
-from tests.simulator.ray import SimRayCluster
-from tests.simulator.runtime import SimRuntime
 from tests.simulator.scenario import HOSTS, Request, Scenario
+from tests.simulator.simulated_ray.node_provider import NodeProvider
+from tests.simulator.simulated_ray.ray import SimRayCluster
 
 STALL_TIMEOUT_S = 10.0
 HEARTBEAT_S = 1.0

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from tests.simulator.connection import Side
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
-from tests.simulator.kernel import WORLD
-from tests.simulator.process import Process
+from tests.simulator.kernel.kernel import WORLD
+from tests.simulator.kernel.process import Process
+from tests.simulator.network.connection import Side
 from tests.simulator.scenario import HOSTS, Fault
 
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001

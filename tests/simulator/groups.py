@@ -15,9 +15,9 @@ from typing import Any
 
 from swell.engine.executor import GroupBroken
 from swell.worker.wire import GroupPlan
-from tests.simulator.kernel import WORLD, Kernel
-from tests.simulator.network import Network
-from tests.simulator.process import Process
+from tests.simulator.kernel.kernel import WORLD, Kernel
+from tests.simulator.kernel.process import Process
+from tests.simulator.network.network import Network
 
 GROUP_TIMEOUT_S = 120.0
 """Equals `swell.worker.comm.mesh.GROUP_TIMEOUT_S`."""

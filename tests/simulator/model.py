@@ -23,7 +23,7 @@ from swell.worker.wire import (
     SchedulerOutput,
 )
 from tests.simulator.groups import SimGroups, SimMember
-from tests.simulator.process import Process
+from tests.simulator.kernel.process import Process
 
 VOCAB_SIZE = 50
 NUM_BLOCKS = 256

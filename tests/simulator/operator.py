@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from swell.cluster.control.plan.control_state import TAKEN_OVER, ScaleRefused
 from swell.coordinator.manager_state import Sleep
 from tests.simulator.actors import config_hash, with_weights
-from tests.simulator.kernel import WORLD
+from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.scenario import Operation
 
 if TYPE_CHECKING:

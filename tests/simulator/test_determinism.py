@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulator.echo import EchoWorld
-from tests.simulator.hash_seeds import outputs
-from tests.simulator.network import NetworkOptions
+from tests.simulator.kernel.hash_seeds import outputs
+from tests.simulator.network.echo import EchoWorld
+from tests.simulator.network.network import NetworkOptions
 
 
 def run(seed: int) -> tuple[int, int, float, list[list[int]]]:

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from tests.simulator.faults import FAULTS
-from tests.simulator.hash_seeds import outputs
-from tests.simulator.laws import Verdict, judge
+from tests.simulator.kernel.hash_seeds import outputs
+from tests.simulator.laws.laws import Verdict, judge
 from tests.simulator.scenario import draw
 
 _CHECKSUMS = """

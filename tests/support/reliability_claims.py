@@ -111,7 +111,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "A new engine that hangs does not delay the others": (
             f"{_MANAGER}::test_a_newcomer_that_hangs_holds_up_no_other",
-            "tests/simulator/test_hanging_newcomer.py::test_the_other_newcomer_serves",
+            "tests/simulator/changes/test_hanging_newcomer.py::test_the_other_newcomer_serves",
         ),
         "without the new engine that its peers do not reach": (
             f"{_FORMING}::test_the_newcomer_whom_the_others_do_not_reach_is_called_off",
@@ -127,7 +127,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "each engine computes its requests alone": (
             f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit",
-            "tests/simulator/test_serving_alone.py"
+            "tests/simulator/outages/test_serving_alone.py"
             "::test_those_that_are_left_answer_alone_and_then_share_again",
         ),
     },
@@ -173,7 +173,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "::test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended",
         ),
         "they survive the loss of manager and coordinator together": (
-            "tests/simulator/test_lost_control_host.py"
+            "tests/simulator/outages/test_lost_control_host.py"
             "::test_a_pause_outlives_both_though_its_checkpoint_is_lost",
             f"{_SUCCESSION}::test_a_new_manager_keeps_the_pause",
         ),
@@ -245,7 +245,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_FAILOVER}::test_lost_messages_are_computed_again",
         ),
         "A connection on which nothing arrives is closed within": (
-            "tests/simulator/test_connection_contract.py"
+            "tests/simulator/network/test_connection_contract.py"
             "::test_a_side_that_hears_nothing_gives_up_alone",
         ),
     },
@@ -258,13 +258,13 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     18: {
         "says so in its replies to keep-alives": (
-            "tests/simulator/test_silent_coordinator.py"
+            "tests/simulator/outages/test_silent_coordinator.py"
             "::test_an_ingress_is_not_ready_whose_engine_waits_for_the_coordinator",
             f"{_CLIENT}/test_engine_core_client.py"
             "::test_an_engine_that_waits_for_the_coordinator_is_not_used",
         ),
         "is detected by the missing replies. Neither gets requests": (
-            "tests/simulator/test_silent_coordinator.py"
+            "tests/simulator/outages/test_silent_coordinator.py"
             "::test_a_request_leaves_an_engine_that_hangs_where_no_coordinator_sees_it",
         ),
     },
@@ -312,7 +312,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "The node.": {
         "a lost node is the loss of all its engines at once": (
-            "tests/simulator/test_lost_control_host.py"
+            "tests/simulator/outages/test_lost_control_host.py"
             "::test_coordinator_and_manager_come_on_another_host",
         ),
     },
@@ -327,9 +327,9 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "A link that is down for longer than these checks take": {
         "its node terminates when the link is back, with all its processes": (
-            "tests/simulator/test_ray.py"
+            "tests/simulator/simulated_ray/test_ray.py"
             "::test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when_it_learns_it",
-            "tests/simulator/test_ray.py::test_a_short_cut_ends_nothing",
+            "tests/simulator/simulated_ray/test_ray.py::test_a_short_cut_ends_nothing",
         ),
     },
     "An engine that the coordinator does not hear": {
@@ -357,7 +357,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "A link that loses messages ends no request": {
         "the request is sent again until it is answered": (
-            "tests/simulator/test_flapping_link.py::test_no_request_fails",
+            "tests/simulator/outages/test_flapping_link.py::test_no_request_fails",
         ),
     },
 }

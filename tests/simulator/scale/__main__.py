@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
 
-from tests.simulator.process import simulated_exits
+from tests.simulator.kernel.process import simulated_exits
 from tests.simulator.scale.channel_costs import ChannelCosts, measure_channel
 from tests.simulator.scale.meter import MeteredProcess, metered_messages
 from tests.simulator.scale.plane import ScaleEngine, ScalePlane, ScaleStats

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.simulator.channel import SimInbox
-from tests.simulator.connection import Side
-from tests.simulator.kernel import Call, Kernel
-from tests.simulator.process import Process
+from tests.simulator.kernel.kernel import Call, Kernel
+from tests.simulator.kernel.process import Process
+from tests.simulator.network.channel import SimInbox
+from tests.simulator.network.connection import Side
 from tests.simulator.scale.channel_costs import ChannelCosts
 
 _ALWAYS_HELD_S = 1e-9

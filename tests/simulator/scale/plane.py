@@ -17,16 +17,16 @@ from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, Schedul
 from tests.simulator.actors import SimCoordinator, SimEngine
 from tests.simulator.control_plane import ControlPlane, SimIngress
 from tests.simulator.groups import SimGroups
-from tests.simulator.kernel import Kernel
+from tests.simulator.kernel.kernel import Kernel
+from tests.simulator.kernel.process import Process
 from tests.simulator.model import SimExecutor, SimStep, next_token
-from tests.simulator.network import Network, NetworkOptions
+from tests.simulator.network.network import Network, NetworkOptions
 from tests.simulator.operator import Operator
-from tests.simulator.process import Process
-from tests.simulator.ray import SimRayCluster
 from tests.simulator.scale.channel_costs import ChannelCosts
 from tests.simulator.scale.meter import MeteredProcess
 from tests.simulator.scale.turns import TurnRuntime
 from tests.simulator.scenario import HOSTS, Scenario
+from tests.simulator.simulated_ray.ray import SimRayCluster
 
 STEP_S, TOKEN_S = 0.040, 2e-5
 """Seconds of a decode step of a large model, and additional seconds for each of its tokens."""

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.simulator.kernel import Kernel
-from tests.simulator.process import simulated_exits
+from tests.simulator.kernel.kernel import Kernel
+from tests.simulator.kernel.process import simulated_exits
 from tests.simulator.scale.__main__ import Limits, ScaleRun
 from tests.simulator.scale.channel_costs import ChannelCosts, Cost
 from tests.simulator.scale.meter import MeteredProcess, metered_messages

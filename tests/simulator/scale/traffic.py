@@ -14,7 +14,7 @@ from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.control_plane import SimIngress
-from tests.simulator.kernel import WORLD, Kernel
+from tests.simulator.kernel.kernel import WORLD, Kernel
 
 ANSWER_TOKENS = 16
 _SYSTEM_PROMPTS, _SYSTEM_TOKENS = 8, 1024

@@ -7,8 +7,8 @@ import types
 from collections.abc import Coroutine, Generator
 from typing import Any
 
-from tests.simulator.channel import SimEnd
-from tests.simulator.runtime import SimLoopHandle, SimRuntime
+from tests.simulator.kernel.runtime import SimLoopHandle, SimRuntime
+from tests.simulator.network.channel import SimEnd
 
 
 @types.coroutine

@@ -17,7 +17,7 @@ from tests.cluster.control.ray.contract_cluster import (
     World,
 )
 from tests.cluster.control.ray.real_ray import RealRay
-from tests.simulator.ray_world import SimRayWorld
+from tests.simulator.simulated_ray.ray_world import SimRayWorld
 
 WORLDS: dict[str, Callable[[], World]] = {"real": RealRay, "simulated": SimRayWorld}
 

@@ -1,0 +1,1 @@
+"""Engines that join, leave or change their weights while something fails."""

@@ -1,0 +1,1 @@
+"""The virtual clock and the processes that run on it."""

@@ -1,0 +1,1 @@
+"""Invariants of every run, and the records by which they are checked."""

@@ -1,0 +1,105 @@
+"""Records which engines were disturbed: only these may count as lost."""
+
+from __future__ import annotations
+
+from tests.simulator.actors import SimEngine
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
+from tests.simulator.faults import FaultInjector
+from tests.simulator.kernel.process import Process
+
+LOOK_S = 0.25
+"""Seconds between two looks."""
+_SILENT_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""The time within which an engine has noticed that its coordinator is silent, and has looked for
+another one."""
+_EXCUSED_S = 2 * STALL_TIMEOUT_S
+"""The time after a long disturbance within which its engine may be killed because of it."""
+
+
+class Disturbances:
+    """The disturbances of all engines. `look` must be called several times per virtual second."""
+
+    def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
+        self._plane, self._faults, self._kernel = plane, faults, plane.kernel
+        self._disturbed: dict[Process, tuple[float, float]] = {}
+        """For each engine that did not run or did not reach the coordinator: start and end of the
+        disturbance."""
+        self._missed: dict[Process, float] = {}
+        """For each engine that was disturbed while a new coordinator waited for its messages: when,
+        at the latest."""
+        self._coordinators: dict[Process, tuple[float, float]] = {}
+        """When each coordinator was alive: from, until."""
+
+    def is_disturbed(self, engine: SimEngine) -> bool:
+        """Returns whether the engine does not run, hangs, does not reach the coordinator or the
+        head (which then kills it), or cannot know that there is another coordinator."""
+        process, plane = engine.process, self._plane
+        if not process.runs or engine.executor.hangs or plane.coordinator is None:
+            return True
+        if self._faults.are_severed(process, plane.coordinators[-1][0]):
+            return True
+        if self._hears_an_earlier_coordinator(engine):
+            return True
+        if not (net := plane.net).cuts:
+            return False
+        hosts = (plane.coordinators[-1][0].host, plane.ray.head)
+        return any(net.is_blocked(process.host, host) for host in hosts)
+
+    def _hears_an_earlier_coordinator(self, engine: SimEngine) -> bool:
+        """Returns whether the engine follows an earlier coordinator that was still alive when Ray,
+        which had given up its host, started the newest one. The engine can notice its silence only
+        later."""
+        *earlier, (newest, _) = self._plane.coordinators
+        if engine.server is None or newest not in self._coordinators:
+            return False
+        followed, now = engine.server._coordinator_client._address, self._kernel.now
+        begun, _ = self._coordinators[newest]
+        for process, each in earlier:
+            _, until = self._coordinators.get(process, (0.0, 0.0))
+            is_unnoticed = now - until < _SILENT_S / self._faults.slowest_clock
+            if each.address == followed and until >= begun and is_unnoticed:
+                return True
+        return False
+
+    def look(self, engines: list[SimEngine]) -> None:
+        """Records disturbances. A decision about an engine cannot be carried out while Ray's GCS is
+        unavailable, so an engine stays excused during that time."""
+        now = self._kernel.now
+        for process in [each for each, _ in self._plane.coordinators if each.alive]:
+            self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
+        newest, net = self._plane.coordinator, self._plane.net
+        for engine in engines:
+            if newest is not None and newest._recovering:
+                hosts = {engine.process.host, self._plane.coordinators[-1][0].host}
+                is_late = not hosts.isdisjoint([*net.lossy_hosts, *net.slow_hosts])
+                if is_late or self.is_disturbed(engine):
+                    self._missed[engine.process] = now
+            is_pending = self._plane.ray.away and self.is_excused(engine)
+            if is_pending or self.is_disturbed(engine):
+                self._note(engine)
+
+    def _note(self, engine: SimEngine) -> None:
+        now = self._kernel.now
+        begun, until = self._disturbed.get(engine.process, (now, now))
+        is_over = until < now - 2 * LOOK_S and until - begun < self._brief_s
+        if now - until > _EXCUSED_S or is_over:
+            begun = now
+        self._disturbed[engine.process] = (begun, now)
+
+    @property
+    def _brief_s(self) -> float:
+        """The longest disturbance that is not a reason to kill an engine. What it sends meanwhile
+        may arrive after twice the time of the disturbance, and a heartbeat after its previous
+        message; two looks may each miss up to `LOOK_S`."""
+        faults = self._faults
+        silence_s = STALL_TIMEOUT_S / faults.fastest_clock - HEARTBEAT_S / faults.slowest_clock
+        return silence_s / 2 - 2 * LOOK_S
+
+    def is_excused(self, engine: SimEngine) -> bool:
+        """Returns whether the engine hangs, or was recently disturbed for long, or while a new
+        coordinator waited for its messages."""
+        begun, until = self._disturbed.get(engine.process, (0.0, 0.0))
+        was_long = until - begun > self._brief_s and self._kernel.now - until < _EXCUSED_S
+        missed_at = self._missed.get(engine.process, -_EXCUSED_S)
+        is_missed = self._kernel.now - missed_at < _EXCUSED_S
+        return was_long or is_missed or engine.executor.hangs

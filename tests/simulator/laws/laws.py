@@ -1,0 +1,249 @@
+"""Runs a scenario and returns the laws that it has broken. A law is an invariant of every run."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from itertools import count
+
+from swell.cluster.control.plan.versions import UpgradeStage
+from swell.engine.request import MAX_FAILED_ATTEMPTS
+from swell.engine.wire import JourneyEventType
+from tests.simulator.actors import SimEngine, weights_of
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
+from tests.simulator.faults import FaultInjector
+from tests.simulator.kernel.process import simulated_exits
+from tests.simulator.laws.coverage import Transitions
+from tests.simulator.laws.decisions import logged_defects
+from tests.simulator.laws.disturbances import LOOK_S
+from tests.simulator.laws.probe import Prober
+from tests.simulator.laws.watch import Watch
+from tests.simulator.model import expected_tokens, text_of
+from tests.simulator.scenario import Request, Scenario
+
+PATIENCE_S = 120.0
+"""The time after the last fault, arrival and operator change within which everything must work
+again."""
+CHANGES_S = 1200.0
+"""The longest time after the last fault and arrival for which operator changes extend the run: a
+request that is repeated for longer will never be answered."""
+_GIVEN_UP = re.compile("engines in a row were lost (while they computed it|in its steps)")
+_POISON = "poison"
+ROUTED, FINISHED = JourneyEventType.ROUTED, JourneyEventType.FINISHED
+_SETTLE_S = 2 * HEARTBEAT_S
+MAX_EVENTS = 200_000
+
+
+@dataclass(frozen=True)
+class Verdict:
+    broken: list[str]
+    events: int
+    checksum: int
+    virtual_s: float
+    faults: list[str]
+    transitions: set[str] = field(default_factory=set)
+    """The transitions of the run: see `coverage.py`."""
+
+
+class Run:
+    """Runs a scenario from its first event to its verdict."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.plane = ControlPlane(scenario)
+        self.faults = FaultInjector(self.plane)
+        self.watch = Watch(self.plane, self.faults)
+        self.prober = Prober(self.plane, self.faults)
+        self.transitions = Transitions(self.plane)
+        # The end of a fault that lasts is known when it happens (`FaultInjector.last_at`).
+        self._planned_s = max(
+            [request.at for request in scenario.requests]
+            + [fault.at for fault in scenario.faults]
+            + [operation.at for operation in scenario.operations],
+            default=0.0,
+        )
+
+    def judge(self) -> Verdict:
+        plane, kernel = self.plane, self.plane.kernel
+        try:
+            with simulated_exits(), logged_defects() as defects:
+                self._run_until_rest()
+            during = [*kernel.failures, *defects, *self.watch.broken, *self.prober.broken]
+            broken = [*during, *self._check_requests(), *self._check_journeys()]
+            broken += [*self._check_poison(), *self._check_rest()]
+        except (AssertionError, RuntimeError) as error:
+            broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
+        happened = self.faults.happened
+        transitions = self.transitions.finish(happened)
+        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, happened, transitions)
+        plane.close()  # the order of the processes does not matter
+        return verdict
+
+    def _run_until_rest(self) -> None:
+        kernel = self.plane.kernel
+        rest_since: float | None = None
+        while True:
+            kernel.run(kernel.now + LOOK_S, MAX_EVENTS)
+            self.watch.look()
+            self.prober.look()
+            self.transitions.look()
+            over = max(self._planned_s, self.faults.last_at)
+            over = max(over, min(self.plane.operator.changed_at, over + CHANGES_S))
+            if kernel.now <= over:
+                continue
+            if not self._is_at_rest():
+                rest_since = None
+            elif rest_since is None:
+                rest_since = kernel.now
+            elif kernel.now - rest_since >= _SETTLE_S:
+                return
+            if kernel.now > over + PATIENCE_S:
+                return
+
+    def _is_at_rest(self) -> bool:
+        plane = self.plane
+        if any(request.end is None for request in plane.requests):
+            return False
+        if any(engine.has_work for engine in plane.living_engines):
+            return False
+        if plane.operator.unanswered or self.prober.is_under_way or not plane.manager.has_started:
+            return False
+        states = [ingress.llm.view.reports.state for ingress in plane.ingresses if ingress.llm]
+        if not {"forming", "pausing"}.isdisjoint(states):
+            return False  # packets that a cut held back may still come
+        if "paused" in states and not plane.operator.paused:
+            return False
+        record = plane.manager.manager.upgrader.record
+        if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
+            return False
+        if any(engine.version() != record.wanted for engine in plane.living_engines):
+            return False  # an engine without answers of its old version left will be replaced
+        fleet = plane.manager.manager._fleet
+        if fleet.starting or fleet.ending or not fleet._placement.orphans.is_done:
+            return False  # the engines must match the state
+        if len(plane.ray.groups) > plane.manager.manager.target:
+            return False  # a late call created one; the next poll removes it
+        views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
+        return len(views) == len(plane.ingresses) and all(
+            len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views
+        )
+
+    # ---------------------------------------------------------------- laws
+
+    def _check_requests(self) -> list[str]:
+        """Checks that each accepted request finishes once, with the text of an undisturbed run with
+        the version that it names. So no answer mixes versions."""
+        broken = []
+        for each in self.plane.requests:
+            request, name = each.request, f"r{each.number}"
+            version = each.state.answer_version.version if each.state is not None else None
+            weights = weights_of(version) if version else 0
+            expected = expected_tokens(request.prompt, request.max_tokens, request.seed, weights)
+            if each.ended_with_ingress:
+                continue
+            if each.end == "abort" and each.gives_up:
+                if each.token_ids != expected[: len(each.token_ids)]:
+                    broken.append(f"{name} has a wrong text")
+            elif each.end is None:
+                broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
+            elif _GIVEN_UP.search(each.end) and self._may_be_given_up(request):
+                """May be correct: two engines in a row may have been lost while they computed
+                it."""
+            elif each.end != "length":
+                broken.append(f"{name} failed: {each.end}")
+            elif each.token_ids != expected or each.text != text_of(expected):
+                broken.append(f"{name} has a wrong text")
+        return broken
+
+    def _check_journeys(self) -> list[str]:
+        """Checks that the events of each request are in order, finish once, and name every
+        attempt."""
+        broken = []
+        for each in self.plane.requests:
+            if each.ended_with_ingress or each.end is None or each.state is None:
+                continue
+            journey, ranks = each.state.journey, each.state.ranks
+            kinds = [event.kind for event in journey.events]
+            times = [event.at_s for event in journey.events]
+            routed = [
+                (event.rank, event.attempt) for event in journey.events if event.kind is ROUTED
+            ]
+            if kinds.count(FINISHED) != 1 or kinds[-1] is not FINISHED or times != sorted(times):
+                broken.append(f"r{each.number} has events that are not in order: {journey.events}")
+            elif not journey.num_left_out and routed != [*zip(ranks, count(1), strict=False)]:
+                broken.append(f"r{each.number} ran on {ranks}, and its events name {routed}")
+        return broken
+
+    def _may_be_given_up(self, request: Request) -> bool:
+        """Returns whether a request may be given up. If only poison requests have terminated
+        engines, other requests must not be given up."""
+        if self.faults.kinds == {_POISON}:
+            return request.is_poison
+        return self.faults.num_engines_lost >= 2
+
+    def _check_poison(self) -> list[str]:
+        """Checks that poison requests are given up after `MAX_FAILED_ATTEMPTS` terminated
+        engines."""
+        if self.faults.kinds == {_POISON} and self.faults.num_poisoned > MAX_FAILED_ATTEMPTS:
+            return [f"a request has ended {self.faults.num_poisoned} engines"]
+        return []
+
+    def _check_rest(self) -> list[str]:
+        """Checks that everything works again and that nothing is left over."""
+        plane, operator = self.plane, self.plane.operator
+        broken = [f"{operation} was never answered" for operation in operator.unanswered]
+        target = plane.manager.manager.target
+        if target not in operator.may_be_wanted:
+            broken.append(f"{target} engines are the target, not {operator.may_be_wanted}")
+        if len(plane.living_engines) != target:
+            names = [engine.process.name for engine in plane.living_engines]
+            broken.append(f"{target} engines are wanted, and these live: {names}")
+        record = plane.manager.manager.upgrader.record
+        if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
+            broken.append(f"an upgrade is {record.stage} for ever")
+        for engine in plane.living_engines:
+            if engine.version() != record.wanted:
+                broken.append(f"{engine.process.name} is not of the version {record.wanted}")
+        if len(plane.ray.groups) > target:
+            broken.append(f"placement groups are left: {sorted(plane.ray.groups)}")
+        for ingress in plane.ingresses:
+            broken += self._check_ingress(ingress, target)
+        for engine in plane.living_engines:
+            broken += self._check_engine(engine)
+        return broken
+
+    def _check_ingress(self, ingress: SimIngress, target: int) -> list[str]:
+        name, llm, usage = ingress.process.name, ingress.llm, ingress.usage
+        if llm is None:
+            return [f"{name} never opened"]
+        broken = []
+        if len(llm.active_ranks) != target:
+            broken.append(f"{name} routes to {llm.active_ranks}, not {target} engines")
+        if llm._processor.request_states or len(llm._placer._queue):
+            broken.append(f"{name} keeps requests")
+        if not llm.check_ready().ranks and not self.plane.operator.paused:
+            broken.append(f"{name} is not ready: {llm.check_ready().reason}")
+        tokens = sum(len(request.token_ids) for request in ingress.requests)
+        if usage.output_tokens != tokens:
+            broken.append(f"{name} counts {usage.output_tokens} tokens, not {tokens}")
+        if len(usage.finished) != len(ingress.requests):
+            broken.append(f"{name} counts {len(usage.finished)} of {len(ingress.requests)} ends")
+        return broken
+
+    def _check_engine(self, engine: SimEngine) -> list[str]:
+        name, clients = engine.process.name, len(self.plane.ingresses)
+        if engine.server is None:
+            return [f"{name} loads for ever"]
+        broken = []
+        try:
+            engine.server.core.check_idle()
+        except AssertionError as leak:
+            broken.append(f"{name}: {leak}")
+        known = len(engine.server._client_tracker._clients)
+        bound_s = (2 * STALL_TIMEOUT_S + self.watch.hang_s) / self.faults.slowest_clock
+        if known > clients and self.plane.kernel.now - self.faults.last_at > bound_s:
+            broken.append(f"{name} knows {known} clients, not {clients}")
+        return broken
+
+
+def judge(scenario: Scenario) -> Verdict:
+    return Run(scenario).judge()

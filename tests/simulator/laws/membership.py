@@ -1,0 +1,289 @@
+"""Laws about the members of the cluster: who stays, who leaves in time, and who knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import combinations, starmap
+from typing import TYPE_CHECKING
+
+from swell.cluster.control.plan.versions import UpgradeStage
+from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wire import ClusterView
+from tests.simulator.actors import SimCoordinator, SimEngine
+from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
+from tests.simulator.kernel.process import Process
+from tests.simulator.laws.calm import Calm, Durations
+
+if TYPE_CHECKING:
+    from tests.simulator.laws.watch import Watch
+
+_SILENT_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
+_UNHEARD_S = 3 * STALL_TIMEOUT_S + 2 * HEARTBEAT_S
+"""The bound for an engine that has not sent anything to this coordinator."""
+_HEARD_S = 2 * HEARTBEAT_S
+_UNKNOWN_S = 1.5 * STALL_TIMEOUT_S
+_FOLLOW_S = 3.5 * HEARTBEAT_S
+"""The time within which peers of the coordinator must know what it knows: they poll every heartbeat
+or two."""
+_FORMED_S = 6.0
+"""The time within which a group must form: each lost message is noticed a heartbeat later."""
+_WANTED_S = 3.0
+"""Engines that were wanted up to this long ago may still join."""
+
+
+class MembershipWatch:
+    """Checks these laws. `look` must be called several times per virtual second."""
+
+    def __init__(
+        self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
+    ) -> None:
+        self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
+        self._kernel, self._durations = plane.kernel, Durations(plane)
+        self._last: tuple[SimCoordinator, dict[int, Member]] | None = None
+        """The coordinator at the last look, and its members by incarnation."""
+        self._heard: set[tuple[SimCoordinator, int]] = set()
+        """Incarnations that have reported to a coordinator."""
+        self._wanted: list[tuple[float, int]] = []
+        """The target numbers of the manager in the last `_WANTED_S`, with their times."""
+        self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
+        """Incarnations that were asked to leave, with the coordinator that removed them, and the
+        engine if it was healthy."""
+        self._ended: set[Process] = set()
+        """Processes that a manager has asked to terminate."""
+        self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
+        """The members in the newest view of each ingress, and the coordinator at that time."""
+        plane.on_detach.append(self._on_detach)
+        plane.on_view.append(self._on_view)
+        plane.ray.on_end.append(self._ended.add)
+
+    def look(self) -> None:
+        plane, calm = self._plane, self._calm
+        self._note_wanted()
+        coordinator = plane.coordinator
+        if coordinator is not None and calm.coordinator_acts:
+            members = _by_incarnation(coordinator.members)
+            engines = {e.server.incarnation: e for e in plane.engines if e.server is not None}
+            self._look_at_lost(coordinator, members, engines)
+            self._look_at_silent(coordinator, members, engines)
+            self._look_at_repaired(members, engines)
+            self._look_at_group(coordinator, engines)
+            self._look_at_ingresses(coordinator)
+            self._look_at_requests(coordinator, members)
+            if calm.manager_acts:
+                self._look_at_unknown(members)
+                self._look_at_intents(members)
+                self._look_at_troubles(members)
+                self._look_at_joined(coordinator, members)
+            self._last = coordinator, members
+        self._durations.end_look()
+
+    def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
+        slowest = self._watch.slowest_clock
+        return self._durations.held_s(key, holds=holds) > bound_s / slowest
+
+    # ---------------------------------------------------------------- who stays, and who leaves
+
+    def _look_at_lost(
+        self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
+    ) -> None:
+        """Checks that an engine that serves, reaches the coordinator and was not asked to leave
+        stays in the roster. A new coordinator must keep it, too, because it waits for the engines'
+        messages."""
+        if self._last is None:
+            return
+        for incarnation in self._last[1].keys() - members.keys():
+            engine = engines.get(incarnation)
+            if engine is None or not engine.process.alive or incarnation in self._asked:
+                continue
+            self._check_lost(engine)
+
+    def _check_lost(self, engine: SimEngine) -> None:
+        if not self._watch.may_lose(engine):
+            self._break(f"{engine.process.name} was taken out of the roster, and was healthy")
+
+    def _look_at_silent(
+        self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
+    ) -> None:
+        """Checks that an engine from which the coordinator hears nothing is removed in time."""
+        net, process = self._plane.net, self._plane.coordinators[-1][0]
+        for incarnation in members:
+            engine = engines.get(incarnation)
+            if engine is None:
+                continue
+            own = engine.process
+            key = coordinator, incarnation
+            reaches = self._calm.reach(own, process)
+            if self._durations.held_s(("heard", *key), holds=reaches) > _HEARD_S:
+                self._heard.add(key)
+            bound_s = _SILENT_S if key in self._heard else _UNHEARD_S
+            is_silent = not own.alive or own.stopped or net.is_cut(own.host, process.host)
+            if self._is_over(("silent", *key), bound_s, holds=is_silent):
+                self._break(f"{own.name} is silent, and is in the roster")
+
+    def _look_at_repaired(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
+        """Checks that an engine that has all its workers again becomes active in time."""
+        process = self._plane.coordinators[-1][0]
+        for incarnation, member in members.items():
+            engine = engines.get(incarnation)
+            if engine is None or engine.server is None or self._plane.scenario.expert:
+                continue
+            executor, phase = engine.executor, engine.server.core.wave_member.phase
+            is_whole = not (executor.worker_lost or executor.sleep_level)
+            is_whole = is_whole and phase not in (Phase.OUT, Phase.FORMING)
+            waits = is_whole and member.state is MemberState.REPAIRING
+            waits = waits and self._calm.reach(engine.process, process)
+            if self._is_over(("repaired", incarnation), _FOLLOW_S, holds=waits):
+                self._break(f"{engine.process.name} serves again, and nobody knows")
+
+    def _look_at_unknown(self, members: dict[int, Member]) -> None:
+        """Checks that a member that the manager does not have is removed in time."""
+        handles = self._plane.manager.manager._fleet.handles
+        ours = {handle.ready.incarnation for handle in handles if handle.ready is not None}
+        for incarnation, member in members.items():
+            holds = incarnation not in ours
+            if self._is_over(("unknown", incarnation), _UNKNOWN_S, holds=holds):
+                self._break(f"the manager does not have the engine {member.rank} of the roster")
+
+    def _look_at_group(self, coordinator: SimCoordinator, engines: dict[int, SimEngine]) -> None:
+        """Checks that engines that share experts form their group in time. All engines of the old
+        and the new group must run, and reach each other and the coordinator."""
+        machine = coordinator._state_machine
+        if machine.is_stable or not machine.waves.lockstep:
+            return
+        ranks = sorted({*machine.waves.ranks, *machine.waves.target_ranks})
+        members = [machine.current_member(rank) for rank in ranks]
+        found = [engines.get(member.incarnation) if member else None for member in members]
+        group = [engine for engine in found if engine is not None]
+        processes = [self._plane.coordinators[-1][0], *(engine.process for engine in group)]
+        is_able = len(group) == len(ranks) > 0 and all(
+            engine.server is not None
+            and engine.server._coordinator_client._address == coordinator.address
+            and not (engine.executor.hangs or engine.executor.worker_lost)
+            for engine in group
+        )
+        is_able = is_able and all(starmap(self._calm.reach, combinations(processes, 2)))
+        if self._is_over(("group", coordinator, *ranks), _FORMED_S, holds=is_able):
+            self._break(f"engines {ranks} do not form a group")
+
+    def _look_at_requests(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
+        """Checks that no request stays at a removed engine, whether its host was taken away or it
+        lives on, if the ingress of the request can know the removal."""
+        process = self._plane.coordinators[-1][0]
+        for ingress in self._plane.ingresses:
+            llm = ingress.llm
+            if llm is None or ingress.coordinator_address != coordinator.address:
+                continue
+            reaches = self._calm.reach(ingress.process, process)
+            for state in llm._processor.request_states.values() if reaches else ():
+                is_gone = state.engine is not None and state.engine.incarnation not in members
+                key = "gone", ingress, state.request_id, state.engine
+                if self._is_over(key, _FOLLOW_S, holds=is_gone):
+                    self._break(f"{state.request_id} stays at an engine that was taken out")
+
+    # ---------------------------------------------------------------- who knows it
+
+    def _look_at_intents(self, members: dict[int, Member]) -> None:
+        """Checks that the roster and the manager agree on which engines leave."""
+        for handle in self._plane.manager.manager._fleet.engines.values():
+            assert handle.ready is not None
+            member = members.get(handle.ready.incarnation)
+            is_leaving = member is not None and member.state is MemberState.LEAVING
+            differs = member is not None and handle.leaving != is_leaving
+            differs = differs and not handle.in_transition and not (member and member.leaves)
+            if self._is_over(("intent", handle, is_leaving), _FOLLOW_S, holds=differs):
+                what = "leaves" if is_leaving else "stays"
+                self._break(f"{handle.name} {what} in the roster, and not for the manager")
+
+    def _look_at_troubles(self, members: dict[int, Member]) -> None:
+        """Checks that failed starts are forgotten after one has succeeded."""
+        manager = self._plane.manager.manager
+        for rank, handle in manager._fleet.engines.items():
+            assert handle.ready is not None
+            serves = handle.ready.incarnation in members and not handle.in_transition
+            counted = serves and manager._state.backoff.failures(rank) > 0
+            if self._is_over(("trouble", handle), _FOLLOW_S, holds=counted):
+                self._break(f"{handle.name} serves, and a start of its rank counts as failed")
+
+    def _look_at_ingresses(self, coordinator: SimCoordinator) -> None:
+        """Checks that each ingress has the newest roster in time."""
+        process, epoch = self._plane.coordinators[-1][0], coordinator.epoch
+        for ingress in self._plane.ingresses:
+            if ingress.llm is None or ingress.coordinator_address != coordinator.address:
+                continue
+            reaches = self._calm.reach(ingress.process, process)
+            key = "view", ingress, coordinator, epoch
+            is_behind = reaches and ingress.llm.view.roster.epoch != epoch
+            if self._is_over(key, _FOLLOW_S, holds=is_behind):
+                self._break(f"{ingress.process.name} does not have the roster of epoch {epoch}")
+
+    # ---------------------------------------------------------------- not too many engines
+
+    def _note_wanted(self) -> None:
+        now, manager = self._kernel.now, self._plane.manager
+        if manager.has_started:
+            self._wanted.append((now, manager.manager.target))
+        self._wanted = [each for each in self._wanted if now - each[0] < _WANTED_S]
+
+    def _look_at_joined(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
+        """Checks that no engine joins above the target number. One more may join while versions
+        change, and any number while engines on draining hosts are replaced."""
+        if self._last is None or self._last[0] is not coordinator or self._plane.ray.draining:
+            return
+        upgrader = self._plane.manager.manager.upgrader
+        may_be_extra = upgrader.record.stage is not UpgradeStage.SETTLED or len(upgrader._needed)
+        active = [m for m in members.values() if m.state is MemberState.ACTIVE]
+        newcomers = members.keys() - self._last[1].keys()
+        wanted = max((target for _, target in self._wanted), default=len(active))
+        if newcomers and len(active) > wanted + bool(may_be_extra):
+            self._break(f"{len(active)} engines serve, and {wanted} are wanted")
+
+    # ---------------------------------------------------------------- who left, and who was lost
+
+    def _on_detach(self, ranks: list[int]) -> None:
+        coordinator = self._plane.coordinator
+        if coordinator is None:
+            return
+        engines = {e.server.incarnation: e for e in self._plane.engines if e.server is not None}
+        for member in coordinator.members:
+            if member.rank in ranks:
+                engine = engines.get(member.incarnation)
+                if engine is not None and self._watch.may_lose(engine):
+                    engine = None
+                self._asked[member.incarnation] = coordinator, engine
+
+    def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
+        """Checks that `left` in a view contains the engines that were asked to leave, and no
+        others."""
+        members = _by_incarnation(view.roster.members)
+        for incarnation in view.roster.left:
+            if incarnation not in self._asked:
+                self._break(f"an engine has left by epoch {view.roster.epoch}, and was not asked")
+            if incarnation in members:
+                self._break(f"an engine has left by epoch {view.roster.epoch}, and is there")
+        earlier, known = self._viewed.get(ingress, (None, members))
+        newest = self._plane.coordinator
+        gone = known.keys() - members.keys() - {*view.roster.left}
+        for incarnation in gone if newest is earlier is not None else ():
+            coordinator, engine = self._asked.get(incarnation, (newest, None))
+            if incarnation not in self._asked:
+                self._look_at_vanished(incarnation)
+            elif engine is not None and coordinator is newest and self._has_left(engine):
+                self._break(f"{engine.process.name} was asked to leave, and counts as lost")
+        self._viewed[ingress] = newest, members
+
+    def _has_left(self, engine: SimEngine) -> bool:
+        """Returns whether the engine did not die or fall silent before it left: a process that has
+        terminated was ended by a manager."""
+        if engine.process.alive:
+            return not self._watch.may_lose(engine)
+        return engine.process in self._ended
+
+    def _look_at_vanished(self, incarnation: int) -> None:
+        for engine in self._plane.living_engines:
+            if engine.server is not None and engine.server.incarnation == incarnation:
+                self._check_lost(engine)
+
+
+def _by_incarnation(members: tuple[Member, ...]) -> dict[int, Member]:
+    return {member.incarnation: member for member in members}

@@ -1,0 +1,369 @@
+"""Laws that must hold at all times, checked several times per virtual second.
+
+A bound starts at the latest of these: the start of the last fault, the last reply to an operator,
+and the moment since when an ingress reaches an engine that could serve. A process clock at half the
+world's rate doubles the bounds.
+"""
+
+from __future__ import annotations
+
+from swell.coordinator.roster import MemberState
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wire import ClusterView
+from swell.engine.serving.server import EngineServer
+from tests.simulator.actors import SimEngine
+from tests.simulator.control_plane import (
+    DRAIN_TIMEOUT_S,
+    HEARTBEAT_S,
+    STALL_TIMEOUT_S,
+    ControlPlane,
+    SimIngress,
+    SimRequest,
+)
+from tests.simulator.faults import FaultInjector
+from tests.simulator.kernel.process import Process
+from tests.simulator.laws.calm import Calm
+from tests.simulator.laws.decisions import DecisionWatch
+from tests.simulator.laws.disturbances import LOOK_S, Disturbances
+from tests.simulator.laws.knowledge import KnowledgeWatch
+from tests.simulator.laws.membership import MembershipWatch
+
+SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
+_DEATH_S = 3.0
+"""The time until requests that were lost with only an engine continue elsewhere."""
+STUCK_S = 2 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""Additional time for each engine that hangs: it sends heartbeats but does not compute, so it is
+detected after twice the stall timeout with work (`engine_monitor.py`). A request may move from one
+hanging engine to the next."""
+_COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
+"""The bound of a request's computing time: seconds, and steps for each of its tokens."""
+_LOSS_S = 2 * HEARTBEAT_S
+"""The time until the loss of a connection's messages is noticed, and the engine knows."""
+_RETRANSMISSIONS_S = 2.5
+"""The delay by retransmissions of two or more messages in a row."""
+_SHRINK_S = 20.0
+"""The time within which engines above the target number have left."""
+
+
+class Watch:
+    """Collects the broken laws, each of them once."""
+
+    def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
+        self._plane, self._faults, self._kernel = plane, faults, plane.kernel
+        self.broken: dict[str, None] = {}
+        self.slowest_s = 0.0
+        """The longest time that a request took after its bound started."""
+        self._served_since: dict[tuple[SimIngress, str | None], float] = {}
+        """Since when each ingress reaches an engine that serves each version, or any version
+        (None)."""
+        self._unended: dict[SimRequest, tuple[str | None, float]] = {
+            each: (None, each.request.at) for each in plane.requests
+        }
+        """For each unfinished request: the version that its answer needs (None: any, before its
+        first attempt), and since when."""
+        self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
+        """Requests that an engine has but no ingress waits for: how long it has computed since, and
+        its number of steps at the last look."""
+        self._disturbances = Disturbances(plane, faults)
+        self.leaving: dict[Process, float] = {}
+        """Engines that must leave, as the coordinator last knew, and since when."""
+        self._staying: dict[tuple[str, int], float] = {}
+        """Requests, with the number of the attempt, that stay at an unreachable engine although
+        another engine could take them, and since when."""
+        self._moved_at = 0.0
+        """The last time at which engines that share experts were leaving a draining host while
+        packets were lost: each change of the groups then waits for retransmissions."""
+        self._epochs: dict[SimIngress, int] = {}
+        plane.ray.on_end.append(self._on_end)
+        plane.on_view.append(self._on_view)
+        plane.on_leave.append(self._on_leave)
+        plane.on_detach.append(self._on_detach)
+        self._calm = Calm(plane, faults)
+        self._membership = MembershipWatch(plane, self, self._calm, self._break)
+        self._knowledge = KnowledgeWatch(plane, self, self._calm, self._break)
+        self._decisions = DecisionWatch(plane, self, self._calm, self._break)
+
+    def look(self) -> None:
+        self._calm.look()
+        engines = self._plane.living_engines
+        self._look_at_requests(engines)
+        self._look_at_engines(engines)
+        self._disturbances.look(engines)
+        self._look_at_roster(engines)
+        self._look_at_pause()
+        self._look_at_placements()
+        self._membership.look()
+        self._knowledge.look()
+        self._decisions.look()
+
+    @property
+    def slowest_clock(self) -> float:
+        return self._faults.slowest_clock
+
+    def may_lose(self, engine: SimEngine) -> bool:
+        """Returns whether the engine is or was disturbed, so that it may count as lost."""
+        return self._disturbances.is_disturbed(engine) or self._disturbances.is_excused(engine)
+
+    @property
+    def _only_engines_died(self) -> bool:
+        """Whether only engines were killed: Ray tells the manager, which tells the coordinator,
+        which tells the ingresses."""
+        were_killed = {line.split()[2] for line in self._faults.happened}
+        return self._faults.kinds <= {"kill", "poison"} and all(
+            name.startswith("sim-engine") for name in were_killed
+        )
+
+    @property
+    def hang_s(self) -> float:
+        """How long hanging engines may hold up the others. If a group does not form, it is formed
+        once more before the hanging engine is identified. A newcomer that is stopped may be found
+        silent only after it was to join the group."""
+        if not self._plane.scenario.expert:
+            return self._faults.num_hangs * STUCK_S
+        return 2 * self._faults.num_hangs * STUCK_S + (
+            self._faults.num_stopped_newcomers * SILENCE_S
+        )
+
+    def _break(self, law: str) -> None:
+        self.broken.setdefault(law)
+
+    # ---------------------------------------------------------------- each request ends in time
+
+    def _look_at_paths(self, engines: list[SimEngine]) -> None:
+        """Records which ingress reaches an engine for which version. Each path is checked once,
+        although it may serve several versions."""
+        able = [engine for engine in engines if self._could_serve(engine)]
+        versions = (None, *dict.fromkeys([engine.version() for engine in self._plane.engines]))
+        served_since, now = self._served_since, self._kernel.now
+        for ingress in self._plane.ingresses:
+            ranks = self._reached(ingress, able) if able else set()
+            for version in versions:
+                if ranks and self._takes_one_of(ingress, ranks, version):
+                    served_since.setdefault((ingress, version), now)
+                else:
+                    served_since.pop((ingress, version), None)
+
+    def _could_serve(self, engine: SimEngine) -> bool:
+        """Returns whether the engine runs and can compute, by itself or led by a coordinator."""
+        server = engine.server
+        if server is None or not engine.process.runs or engine.executor.hangs:
+            return False
+        if not self._plane.scenario.expert or server.core.wave_member.phase is Phase.ALONE:
+            return True
+        return self._is_led(server, engine.process.host)
+
+    def _reached(self, ingress: SimIngress, engines: list[SimEngine]) -> set[int]:
+        """Returns the ranks of engines that an ingress reaches and knows."""
+        llm, net, host = ingress.llm, self._plane.net, ingress.process.host
+        if llm is None or not ingress.process.runs:
+            return set()
+        if net.cuts:
+            engines = [each for each in engines if not net.is_blocked(host, each.process.host)]
+        find = llm.view.roster.find
+        known = [e for e in engines if e.server and find(e.rank, e.server.incarnation) is not None]
+        return {engine.rank for engine in known}
+
+    @staticmethod
+    def _takes_one_of(ingress: SimIngress, ranks: set[int], version: str | None) -> bool:
+        """Returns whether the ingress would send a request to one of these ranks: one whose answer
+        needs `version`, or one that has not begun (None)."""
+        assert ingress.llm is not None
+        router = ingress.llm._placer._router
+        return not ranks.isdisjoint(router._candidates(version, 0).ranks)
+
+    def _is_led(self, server: EngineServer, host: str) -> bool:
+        """Returns whether the engine can follow the newest coordinator. Engines that share experts
+        need it to continue without a lost engine, until they serve standalone. Ray restarts a
+        coordinator after it has noticed its termination; engines find its new address in Ray,
+        unless the GCS is unavailable."""
+        coordinator, plane = self._plane.coordinator, self._plane
+        if coordinator is None:
+            return False
+        process = plane.coordinators[-1][0]
+        is_known = server._coordinator_client._address == coordinator.address
+        if plane.ray.away and not is_known:
+            return False
+        return process.runs and not plane.net.is_blocked(host, process.host)
+
+    def _look_at_requests(self, engines: list[SimEngine]) -> None:
+        now, faults = self._kernel.now, self._faults
+        if not (unended := [each for each in self._unended if each.request.at <= now]):
+            self._served_since.clear()
+            return
+        self._look_at_paths(engines)
+        if self._plane.operator.paused is not False:
+            return
+        if self._plane.scenario.expert and self._plane.net.lossy_hosts and self._plane.ray.draining:
+            self._moved_at = now
+        over = max(faults.begun_at, self._plane.operator.changed_at, self._moved_at)
+        bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
+        for each in unended:
+            version = each.state.answer_version.required if each.state is not None else None
+            if version != self._unended[each][0]:
+                self._unended[each] = version, now
+            ingress = self._plane.ingresses[each.request.ingress]
+            since = self._served_since.get((ingress, version))
+            if since is None:
+                continue
+            taken_s = now - max(over, since, self._unended[each][1])
+            if each.end is not None:
+                del self._unended[each]
+            elif taken_s > bound_s / faults.slowest_clock + self._compute_s(each):
+                self._break(f"r{each.number} is late")
+            self.slowest_s = max(self.slowest_s, taken_s)
+
+    def _look_at_placements(self) -> None:
+        """Checks that no request stays at an engine that its ingress cannot reach if another engine
+        could take it. It may stay for a heartbeat after both became true, because the ingress
+        polls."""
+        staying: dict[tuple[str, int], float] = {}
+        for ingress in self._plane.ingresses:
+            llm = ingress.llm
+            if llm is None or not llm._placer._unreachable or not ingress.process.runs:
+                continue
+            unreachable, router = llm._placer._unreachable, llm._placer._router
+            for state in llm._processor.request_states.values():
+                version = state.answer_version.required_elsewhere
+                if state.engine in unreachable and router.can_place(version):
+                    key = state.request_id, state.attempt
+                    since = staying[key] = self._staying.get(key, self._kernel.now)
+                    if self._kernel.now - since > HEARTBEAT_S / self._faults.slowest_clock:
+                        self._break(f"{state.request_id} stays at an engine that is not reached")
+        self._staying = staying
+
+    def _compute_s(self, request: SimRequest) -> float:
+        steps = _COMPUTE_STEPS * request.request.max_tokens
+        return _COMPUTE_S + steps * self._plane.scenario.step_s
+
+    # ---------------------------------------------------------------- no useless computation
+
+    def _look_at_engines(self, engines: list[SimEngine]) -> None:
+        faults = self._faults
+        bound_s = SILENCE_S if faults.kinds - {"drop", "loss"} else LOOK_S
+        if faults.kinds and bound_s == LOOK_S:
+            bound_s = _LOSS_S + ("loss" in faults.kinds) * _RETRANSMISSIONS_S
+        seen, before = {}, self._unawaited
+        cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
+        busy = [each for each in cores if each[1].scheduler.requests]
+        awaited = self._awaited() if busy else set()
+        for engine, core in busy:
+            steps = core.num_steps
+            for request in core.scheduler.requests.values():
+                attempt = (request.request_id, request.attempt)
+                if attempt in awaited:
+                    continue
+                key = (engine.process, request.client, *attempt)
+                computed_s, last = before.get(key, (0.0, steps))
+                computed_s += LOOK_S if steps > last else 0.0
+                seen[key] = computed_s, steps
+                if computed_s > bound_s / faults.slowest_clock:
+                    self._break(f"{engine.process.name} computes {attempt}, which nobody awaits")
+        self._unawaited = seen
+
+    def _awaited(self) -> set[tuple[str, int]]:
+        return {
+            (state.request_id, state.attempt)
+            for ingress in self._plane.ingresses
+            if ingress.llm is not None and ingress.process.alive
+            for state in ingress.llm._processor.request_states.values()
+        }
+
+    # ---------------------------------------------------------------- no healthy engine is killed
+
+    def _look_at_roster(self, engines: list[SimEngine]) -> None:
+        if (coordinator := self._plane.coordinator) is None:
+            return
+        roster = coordinator._state_machine.roster
+        for engine in engines:
+            member = engine.server and roster.find(engine.rank, engine.server.incarnation)
+            if member and member.state is MemberState.LEAVING:
+                self.leaving.setdefault(engine.process, self._kernel.now)
+            elif member and engine.process in self.leaving and self._is_kept(engine.process):
+                del self.leaving[engine.process]
+
+    def _is_kept(self, process: Process) -> bool:
+        """Returns whether the manager keeps the engine: a restarted coordinator has forgotten which
+        engines leave."""
+        manager = self._plane.manager
+        if not (manager.has_started and manager.process.alive):
+            return False
+        engines = manager.manager._fleet.engines.values()
+        return any(not e.leaving and process.name.startswith(f"{e.name}.") for e in engines)
+
+    def _on_leave(self, ranks: list[int]) -> None:
+        """Records engines that leave: a coordinator that terminates right afterwards may already
+        have told the ingresses."""
+        for engine in self._plane.living_engines:
+            if engine.rank in ranks:
+                self.leaving.setdefault(engine.process, self._kernel.now)
+
+    def _on_detach(self, ranks: list[int]) -> None:
+        """Checks that a leaving engine has had enough time to finish its requests, unless it was
+        disturbed. An engine that is not heard, or to which a request is in flight, looks idle."""
+        self._look_at_times_to_finish(ranks)
+        for engine in self._plane.living_engines:
+            if engine.rank in ranks:  # a restarted coordinator listed it as active
+                self.leaving.setdefault(engine.process, self._kernel.now)
+
+    def _look_at_times_to_finish(self, ranks: list[int]) -> None:
+        net = self._plane.net
+        if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
+            return
+        hosts, home = [i.process.host for i in self._plane.ingresses], self._plane.coordinators[-1]
+        if any(net.is_blocked(host, home[0].host) for host in hosts):
+            return  # an ingress that does not know that the engine leaves still sends requests
+        for engine in self._plane.living_engines:
+            if engine.rank not in ranks or engine.server is None:
+                continue
+            if self._disturbances.is_disturbed(engine):
+                continue
+            if engine.process.host in self._plane.ray.draining:
+                continue  # it has only the time that its host has
+            since = self.leaving.get(engine.process, self._kernel.now)
+            left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
+            if engine.server.core.scheduler.requests and left_s > LOOK_S:
+                self._break(f"{engine.process.name} had {left_s:.1f} s left to finish what it has")
+
+    def _look_at_pause(self) -> None:
+        """Checks that a pause or resume that an operator requested outlives the manager that got
+        the request."""
+        operator, manager = self._plane.operator, self._plane.manager
+        leads = manager.has_started and manager.process.alive and operator.paused is not None
+        if leads and manager.manager.pause_requested != operator.paused:
+            self._break("the manager forgets " + ("a pause" if operator.paused else "its end"))
+
+    def _on_end(self, process: Process) -> None:
+        """Checks that a manager does not kill a healthy engine that is needed. It may kill engines
+        above the target number; while an operator has just reduced the number, it chooses them by
+        what it knows."""
+        if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
+            return
+        if process in self.leaving or self._is_cancelled(process):
+            return
+        living, is_excused = self._plane.living_engines, self._disturbances.is_excused
+        staying = [each for each in living if not is_excused(each)]
+        ended = [each for each in staying if each.process is process]
+        manager = self._plane.manager.manager
+        if ended and (ended[0].cannot_load or ended[0].version() != manager.upgrader.record.wanted):
+            return
+        if (
+            ended
+            and not self._disturbances.is_disturbed(ended[0])
+            and len(staying) <= min(self._plane.operator.may_be_wanted)
+        ):
+            self._break(f"{process.name} was ended at {self._kernel.now:.2f} s, and was healthy")
+
+    def _is_cancelled(self, process: Process) -> bool:
+        """Returns whether the engine still loads although the target has fallen: it cannot be
+        killed while Ray's GCS is unavailable."""
+        starting = self._plane.manager.manager._fleet.starting.values()
+        return any(each.leaving and process.name.startswith(f"{each.name}.") for each in starting)
+
+    # ---------------------------------------------------------------- epochs never decrease
+
+    def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
+        epoch = view.roster.epoch
+        if epoch < self._epochs.get(ingress, 0):
+            self._break(f"{ingress.process.name} falls back to epoch {epoch}")
+        self._epochs[ingress] = epoch

@@ -1,0 +1,1 @@
+"""The network between processes, and channels over it."""

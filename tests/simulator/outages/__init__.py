@@ -1,0 +1,1 @@
+"""Processes, hosts and links that fail while the cluster serves."""

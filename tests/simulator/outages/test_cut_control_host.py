@@ -1,0 +1,33 @@
+"""The host of the coordinator and the manager is cut off; one engine runs there and one
+elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulator.kernel.kernel import WORLD
+from tests.simulator.laws.laws import Run
+from tests.simulator.scenario import HOSTS, Fault, Request, Scenario
+
+_CUT_AT_S = 4.0
+
+
+@pytest.mark.parametrize("expert", [False, True])
+@pytest.mark.parametrize("cut_s", [2.0, 6.0, 11.0, 20.0, 40.0])
+def test_the_engine_elsewhere_is_not_ended_by_who_is_cut_off(expert: bool, cut_s: float) -> None:
+    """Ray gives up a node after ten seconds, and starts the coordinator elsewhere. The engines that
+    reach it continue to serve with it and a new manager."""
+    requests = tuple(Request(3.5 + i / 10, 0, (1, 2, 3), 200, i) for i in range(4))
+    cut = Fault("cut", _CUT_AT_S, target=1, time_s=cut_s)
+    run = Run(Scenario(0, 2, 1, expert, requests, (cut,), control_host=HOSTS[1]))
+    first: list[str] = []
+
+    def look() -> None:
+        first.extend(e.process.name for e in run.plane.engines if e.process.host == HOSTS[0])
+
+    run.plane.kernel.at(_CUT_AT_S - 0.1, WORLD, look)
+    ended: list[str] = []
+    run.plane.ray.on_end.append(lambda process: ended.append(process.name))
+    assert run.judge().broken == []
+    assert len(run.plane.coordinators) <= 2, "its successor was ended, too"
+    assert first and not set(first) & set(ended)

@@ -1,0 +1,1 @@
+"""Bugs and mutants that random schedules must find."""

@@ -1,0 +1,422 @@
+"""Bugs that the simulator must find: each replaces one method of the product with a wrong one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from random import Random
+from typing import Any
+
+import msgspec
+
+from swell.cluster.client.async_llm import AsyncLLM
+from swell.cluster.client.engine_connection import EngineConnection
+from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.request_placer import RequestPlacer
+from swell.cluster.client.requests.journey import Journey
+from swell.cluster.client.requests.output_processor import OutputProcessor
+from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.routing.routable_engines import RoutableEngines
+from swell.cluster.client.routing.router import Router
+from swell.cluster.control.engines import actor_names
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.orphans import OrphanCollector
+from swell.cluster.control.manager import ClusterManager
+from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
+from swell.cluster.control.plan.backoff import Backoff
+from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
+from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
+from swell.coordinator import roster as rosters
+from swell.coordinator.monitors.engine_monitor import EngineMonitor
+from swell.coordinator.service import CoordinatorService
+from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.subscribers import Subscribers
+from swell.coordinator.transport.listening_clock import ListeningClock
+from swell.coordinator.wave_protocol.waves import WaveCoordinator
+from swell.engine.core import EngineCore
+from swell.engine.executor.worker_memory import WorkerMemory
+from swell.engine.serving.client_tracker import ClientTracker
+from swell.engine.serving.coordinator_client import CoordinatorClient
+from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.server import EngineServer
+from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
+from tests.simulator.faults import FAULTS
+from tests.simulator.laws.laws import judge
+from tests.simulator.model import BROKEN_WEIGHTS
+from tests.simulator.scenario import (
+    HOSTS,
+    SLOW_STEP_S,
+    AtMessage,
+    Fault,
+    Operation,
+    Request,
+    Scenario,
+    draw,
+    draw_tight,
+)
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug: `wrong` replaces `owner.name`, and gets the correct method as its first argument."""
+
+    owner: Any
+    name: str
+    wrong: Callable[..., Any]
+    kinds: tuple[str, ...] = ()
+    """The kinds of faults with which it is found soonest; empty: all."""
+    shape: Callable[[Scenario], Scenario] = lambda scenario: scenario
+    """Changes a scenario so that it can show the bug."""
+    campaigns: bool = False
+    """Whether ordinary draws, including campaigns, find it without `kinds` and `shape`."""
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        right = getattr(self.owner, self.name)
+        call = right.fget if isinstance(right, property) else right
+        wrong = self.wrong
+
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrong(call, *args, **kwargs)
+
+        is_property = isinstance(right, property)
+        setattr(self.owner, self.name, property(replaced) if is_property else replaced)
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, right)
+
+
+def _nothing(right: Any, *args: Any, **kwargs: Any) -> None: ...
+
+
+def _no_reply(right: Any, self: Any, message: Any) -> None:
+    if not isinstance(message, KeepAliveReply):
+        right(self, message)
+
+
+def _gap_ignored(right: Any, self: Any, message: Any) -> None:
+    if isinstance(message, EngineCoreOutputs) and message.seq:
+        self._last_seq = message.seq - 1
+    if isinstance(message, KeepAliveReply):
+        self._last_seq = message.seq
+    right(self, message)
+
+
+def _outputs_forgotten(right: Any, self: Any) -> Any:
+    return msgspec.structs.replace(right(self), output_token_ids=[])
+
+
+def _aborts_lost(right: Any, self: Any, engine: Any, message: Any) -> None:
+    if not isinstance(message, AbortRequests):
+        right(self, engine, message)
+
+
+def _epoch_reset(right: Any, self: Any, epoch: int, hellos: Any, now: float) -> Any:
+    self.advance_epoch = lambda epoch, now: None
+    return right(self, 0, hellos, now)
+
+
+def _all_orphans(right: Any, actors: Any, groups: Any, namespace: str, known: Any = ()) -> Any:
+    serving = {name for name in known if name.startswith("coordinator")}
+    return right(actors, groups, namespace, serving)
+
+
+def _what_is_left(right: Any, state: Any, checkpoint: Any, **others: Any) -> Any:
+    return right(state, msgspec.structs.replace(checkpoint, target=1), **others)
+
+
+def _not_replaced(right: Any, state: Any, fleet: Any, now: float) -> Any:
+    state, plan = right(state, fleet, now)
+    if state.has_served and not plan.is_requested:
+        plan = replace(plan, start=())
+    return state, plan
+
+
+def _load_forgotten(right: Any, self: Any) -> None:
+    if self._report is not None:
+        self._report = msgspec.structs.replace(self._report, running=0)
+    self._engine = replace(self._engine, num_requests=lambda: 0)
+    right(self)
+
+
+def _pause_forgotten(right: Any, *args: Any, **others: Any) -> Any:
+    return replace(right(*args, **others), pause_requested=False)
+
+
+def _no_time_to_leave(
+    right: Any, self: Any, rank: int, timeout_s: float, *, is_drain: bool = False
+) -> None:
+    right(self, rank, 0.0, is_drain=is_drain)
+
+
+def _of_the_first(right: Any, self: Any) -> list[str]:
+    """Uses the order of the connections' identities, which does not depend on the hash seed."""
+    return sorted(self._versions[min(self._versions)]) if self._versions else []
+
+
+def _any_state(right: Any, self: Any, state: Any) -> Any:
+    self._state_machine.manager_state = state
+    self._send_heartbeats()
+    return state
+
+
+def _leave_forgotten(right: Any, roster: Any, ranks: Any) -> Any:
+    repaired = {*ranks} & {*roster.repairing}
+    return rosters.update_members(roster, repaired, state=rosters.MemberState.ACTIVE)
+
+
+async def _leads(right: Any, self: Any) -> bool:
+    return True
+
+
+async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
+
+
+async def _unsaved(right: Any, self: Any) -> None: ...
+
+
+async def _never(right: Any, self: Any) -> None:
+    await asyncio.sleep(1e9)
+
+
+def _crowd(scenario: Scenario) -> Scenario:
+    """Kills workers in steps of long requests whose outputs are late because packets are lost."""
+    requests = [Request(3.1 + 0.05 * index, 0, (index,), 250, index) for index in range(12)]
+    losses = [Fault("loss", 3.0, target, 20.0) for target in range(len(HOSTS))]
+    hits = [
+        Fault(
+            "lose-worker", 3.2, scenario.seed, trigger=AtMessage("EngineCoreOutputs", 4 + 6 * index)
+        )
+        for index in range(6)
+    ]
+    return replace(
+        scenario,
+        engines=3,
+        ingresses=1,
+        expert=False,
+        requests=tuple(requests),
+        faults=(*losses, *hits),
+        operations=(),
+        step_s=SLOW_STEP_S,
+    )
+
+
+def _silent_coordinator(scenario: Scenario) -> Scenario:
+    """Cuts off the coordinator of engines that share experts; Ray does not start another one."""
+    faults = Fault("cut", 3.8, 0, 45.0), Fault("gcs-away", 4.3, 0, 45.0)
+    return replace(scenario, engines=2, expert=True, faults=faults, operations=())
+
+
+def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
+    """Upgrades the only engine while it streams long answers; processes are killed meanwhile."""
+
+    def shape(scenario: Scenario) -> Scenario:
+        requests = [Request(3.1 + 0.05 * index, 0, (index,), 300, index) for index in range(8)]
+        kills = [Fault("kill", 5.0 + 2.0 * index, scenario.seed + index) for index in range(2)]
+        return replace(
+            scenario,
+            engines=1,
+            ingresses=1,
+            expert=False,
+            requests=tuple(requests),
+            faults=tuple(kills),
+            operations=(Operation(3.3, "upgrade", weights),),
+            step_s=SLOW_STEP_S,
+        )
+
+    return shape
+
+
+def _updating(scenario: Scenario) -> Scenario:
+    """Gives the engines other weights while they stream answers, some of them long."""
+    requests = [
+        Request(3.1 + 0.3 * index, 0, (index,), 300 if index == 1 else 20, index)
+        for index in range(24)
+    ]
+    update = Operation(3.3, "update_weights", 1)
+    return replace(
+        scenario,
+        engines=1 + scenario.seed % 2,
+        ingresses=1,
+        expert=False,
+        requests=tuple(requests),
+        faults=(),
+        operations=(update,),
+        step_s=SLOW_STEP_S,
+    )
+
+
+def _kept(scenario: Scenario) -> Scenario:
+    """Reduces the number of engines, and restores it while the leaving ones finish requests."""
+    requests = [Request(3.5 + 0.05 * index, 0, (index,), 300, index) for index in range(12)]
+    return replace(
+        scenario,
+        engines=3,
+        ingresses=1,
+        requests=tuple(requests),
+        operations=(Operation(4.2, "scale", 1), Operation(5.2, "scale", 3)),
+        step_s=SLOW_STEP_S,
+        autoscaled=False,
+    )
+
+
+def _tight(scenario: Scenario) -> Scenario:
+    random = Random(f"planted:{scenario.seed}")
+    return draw_tight(random, replace(scenario, expert=False))
+
+
+def _all_stay(
+    right: Any, state: Any, fleet: Any, waiting: Any, needed: Any, done: Any, now: Any
+) -> Any:
+    return state, done
+
+
+LOSSES = ("drop",)
+PROCESSES = ("kill", "kill-control", "stop")
+
+BUGS = {
+    "ingress: a gap is not noticed": Bug(EngineConnection, "_on_message", _gap_ignored, LOSSES),
+    "ingress: replies are not read": Bug(EngineConnection, "_on_message", _no_reply, LOSSES),
+    "ingress: outputs are forgotten": Bug(
+        RequestState, "engine_request", _outputs_forgotten, LOSSES
+    ),
+    "ingress: aborts are lost": Bug(AsyncEngineCoreClient, "send", _aborts_lost, LOSSES),
+    "ingress: unreachable engines are ready": Bug(
+        AsyncLLM, "on_unreachable", _nothing, ("cut", "half-cut")
+    ),
+    "ingress: lost engines keep requests": Bug(RequestPlacer, "migrate_all", _nothing, PROCESSES),
+    "ingress: a journey has no end": Bug(Journey, "finish", _nothing),
+    "ingress: outputs of an earlier attempt count": Bug(
+        OutputProcessor,
+        "find",
+        lambda right, self, request_id, attempt: self.request_states.get(request_id),
+        shape=_crowd,
+    ),
+    "ingress: engines that are not reached get requests": Bug(
+        Router, "set_unreachable", _nothing, ("cut", "half-cut")
+    ),
+    "ingress: who waits for a silent coordinator gets requests": Bug(
+        AsyncEngineCoreClient, "_fault", _nothing, shape=_silent_coordinator
+    ),
+    "engine: lost clients keep requests": Bug(
+        EngineCore, "abort_client", lambda right, self, client: [], LOSSES
+    ),
+    "engine: it does not say what it computes": Bug(EngineServer, "_send_started", _nothing),
+    "engine: aborts are ignored": Bug(EngineCore, "abort_requests", _nothing, LOSSES),
+    "engine: silent clients are kept": Bug(
+        ClientTracker, "drop_silent", lambda right, self: [], ("kill-ingress",)
+    ),
+    "engine: a heartbeat reports no load": Bug(
+        CoordinatorClient, "_send_heartbeat", _load_forgotten, ("hang",)
+    ),
+    "coordinator: epochs begin anew": Bug(
+        CoordinatorStateMachine, "recover", _epoch_reset, ("kill-control", "kill")
+    ),
+    "coordinator: nobody stalls": Bug(
+        EngineMonitor, "check", lambda right, *args: [], ("stop", "hang", "cut")
+    ),
+    "coordinator: a new ingress gets no view": Bug(
+        CoordinatorService, "_on_subscribe", _nothing, PROCESSES
+    ),
+    "coordinator: an engine that is kept goes on leaving": Bug(
+        CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: [], shape=_kept
+    ),
+    "manager: a drain is over at once": Bug(Fleet, "leave", _no_time_to_leave),
+    "manager: what it placed is an orphan": Bug(
+        actor_names, "find_orphans", _all_orphans, PROCESSES
+    ),
+    "manager: what is left is the target": Bug(
+        control_state, "take_over", _what_is_left, PROCESSES
+    ),
+    "manager: the dead are not replaced": Bug(control_state, "plan", _not_replaced, PROCESSES),
+    "manager: a death is not noticed": Bug(Fleet, "_watch", _nothing, ("kill",)),
+    "manager: what could not be ended is left": Bug(
+        OrphanCollector, "collect_forever", _never, ("gcs-away", "kill")
+    ),
+    "manager: a pause is forgotten": Bug(
+        control_state, "take_over", _pause_forgotten, ("kill", "kill-control")
+    ),
+    "manager: an engine that is kept goes on leaving": Bug(
+        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES, _kept
+    ),
+    "ingress: an answer continues on any version": Bug(
+        RoutableEngines,
+        "of_version",
+        lambda right, self, version: self.active,
+        shape=_upgrading(1),
+    ),
+    "ingress: what it needs is not said": Bug(
+        AsyncLLM, "versions_in_use", lambda right, self: [], shape=_upgrading(1)
+    ),
+    "manager: a version that is needed is not made again": Bug(
+        upgrade_plan, "unmet", lambda right, *args: [], shape=_upgrading(1)
+    ),
+    "manager: nothing gives way to a version that is needed": Bug(
+        upgrade_plan, "_give_way", _all_stay, shape=_tight
+    ),
+    "manager: a version that does not load is not rolled back": Bug(
+        upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)
+    ),
+    "engine: it keeps its weights": Bug(WorkerMemory, "update_weights", _nothing, shape=_updating),
+    "manager: an engine that gets weights is forgotten": Bug(
+        Fleet, "_begin_anew", _nothing, shape=_updating
+    ),
+    "coordinator: who was asked to leave counts as lost": Bug(
+        rosters,
+        "detach",
+        lambda right, roster, ranks: rosters.remove(roster, ranks),
+        campaigns=True,
+    ),
+    "coordinator: it knows the versions of one ingress only": Bug(
+        Subscribers, "versions", _of_the_first, campaigns=True
+    ),
+    "coordinator: whose repair is not heard of stays out": Bug(
+        CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
+    ),
+    "coordinator: time in which it was stopped counts as silence": Bug(
+        ListeningClock,
+        "read",
+        lambda right, self, now: self._listened_s + now - (self._last or now),
+        campaigns=True,
+    ),
+    "coordinator: a message of an earlier engine counts as one of its successor": Bug(
+        rosters.Roster, "find", lambda right, self, rank, _=None: right(self, rank), campaigns=True
+    ),
+    "coordinator: an engine that comes late has the epoch of the others": Bug(
+        WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
+    ),
+    "coordinator: it keeps any state of a manager": Bug(
+        CoordinatorService, "_keep", _any_state, campaigns=True
+    ),
+    "coordinator: an engine that is repaired leaves no longer": Bug(
+        rosters, "end_repair", _leave_forgotten, campaigns=True
+    ),
+    "manager: a start that is cancelled goes on": Bug(
+        Fleet, "cancel_start", _nothing, campaigns=True
+    ),
+    "ingress: it does not hear what engines begin": Bug(
+        OutputProcessor, "process_started", _nothing, campaigns=True
+    ),
+    "engine: a change of its load is none": Bug(LoadReporter, "changed", _nothing, campaigns=True),
+    "manager: a start that failed counts for ever": Bug(
+        Backoff, "started", lambda right, self, rank: self, campaigns=True
+    ),
+    "manager: one that was replaced leads on": Bug(
+        CheckpointWriter, "is_leader", _leads, campaigns=True
+    ),
+    "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
+}
+
+
+def find(bug: Bug, seeds: range) -> int | None:
+    """Returns the first seed with which this bug breaks a law, or None."""
+    for seed in seeds:
+        kinds = bug.kinds or tuple(FAULTS)
+        scenario = bug.shape(draw(seed, kinds, campaigns=bug.campaigns))
+        with bug.planted():
+            if judge(scenario).broken:
+                return seed
+    return None

@@ -1,0 +1,1 @@
+"""Ray and its autoscaler on the virtual clock."""
