@@ -26,6 +26,7 @@ CHECKED = (
 
 MESSAGES_CHECKED = (
     "cluster/api",
+    "cluster/cli",
     "cluster/text",
     "configs",
     "coordinator",

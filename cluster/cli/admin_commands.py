@@ -84,26 +84,26 @@ def _notes(state: ClusterState) -> Iterator[str]:
         again = _next_try(missing.next_try_s or 0.0)
         yield f"an engine is missing: {missing.failures} attempts failed, the next one {again}"
     if (room := state.pending) is not None:
-        yield f"wait for room: engines {room.ranks} ({room.reason}); each asks for {room.bundles}"
+        yield f"engines that wait for room: {room.ranks} ({room.reason}); each needs {room.bundles}"
     if (load := state.autoscaling) is not None:
         yield f"autoscaling: {load.min_engines} .. {load.max_engines} engines; {load.reason}"
     for host in state.draining_nodes:
-        yield f"host {host.node[:12]} is taken away, engines there: {host.engines}"
+        yield f"host {host.node[:12]} is being removed; engines on it: {host.engines}"
     if (left := state.leftovers) is not None:
         again = _next_try(left.next_try_s)
-        text = f"left of ended engines: {left.names} ({left.reason})"
-        yield f"{text}; {left.failures} attempts to end it failed, the next one {again}"
+        text = f"left by terminated engines: {left.names} ({left.reason})"
+        yield f"{text}; {left.failures} attempts to remove them failed, the next one {again}"
     if asleep := [engine.rank for engine in state.engines if engine.sleep_level]:
         yield f"asleep: engines {asleep}, level {max(e.sleep_level for e in state.engines)}"
     error = f" ({state.upgrade.error})" if state.upgrade.error else ""
     yield f"version {state.upgrade.version}, upgrade: {state.upgrade.phase}{error}"
     if failures := state.upgrade.failures:
         again = _next_try(state.upgrade.next_try_s or 0.0)
-        yield f"a version does not start: {failures} attempts failed, the next one {again}"
+        yield f"a version cannot start: {failures} attempts failed, the next one {again}"
 
 
 def _next_try(wait_s: float) -> str:
-    return f"in {wait_s:g} s" if wait_s else "is under way"
+    return f"in {wait_s:g} s" if wait_s else "is in progress"
 
 
 def scale(args: argparse.Namespace) -> int:
@@ -209,7 +209,7 @@ def _show_sleep(
     if args.json:
         print(msgspec.json.format(msgspec.json.encode(state), indent=2).decode())
         return 0
-    columns = ("engine", "state", "level", "memory given back")
+    columns = ("engine", "state", "level", "memory freed")
     rows = [
         (engine.rank, engine.state, engine.sleep_level or "awake", _size(engine.freed_bytes))
         for engine in state.engines
@@ -234,8 +234,8 @@ async def _until_all(
             return state
         if time.monotonic() > deadline:
             raise ServerError(
-                f"not done after {_SWITCH_S:g} s, state {state.state}, engines {late}; it goes on: "
-                "look again with swell status"
+                f"not done after {_SWITCH_S:g} s, state {state.state}, engines {late}; the change "
+                "continues: check it with swell status"
             )
         await asyncio.sleep(_POLL_S)
 
@@ -261,7 +261,7 @@ async def change_engines(client: Client, path: str, request: RequestBody) -> Clu
             reported = line
         match state.rescale.phase:
             case "failed":
-                reason = state.rescale.error or "no reason is known"
+                reason = state.rescale.error or "the reason is unknown"
                 raise ServerError(f"the change failed, {_summary(state)}: {reason}")
             case "idle":
                 return state

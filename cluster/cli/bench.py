@@ -145,11 +145,11 @@ async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
         usage = msgspec.json.decode(end, type=_LastEvent).usage
         sample.prompt_tokens, sample.output_tokens = usage.prompt_tokens, usage.completion_tokens
         if sample.output_tokens != expected_tokens:
-            sample.error = f"{sample.output_tokens} tokens came, {expected_tokens} were requested"
+            sample.error = f"received {sample.output_tokens} tokens, requested {expected_tokens}"
     except ServerError as error:
         sample.error = str(error)
     except msgspec.DecodeError:
-        sample.error = "the stream brought no usage"
+        sample.error = "the stream contained no usage"
     return sample
 
 
@@ -224,7 +224,7 @@ def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
             prompt_tokens=len(output.prompt_token_ids), output_tokens=answer.num_output_tokens
         )
         if answer.num_output_tokens != args.output_tokens:
-            sample.error = f"{answer.num_output_tokens} tokens came: {answer.stop_reason}"
+            sample.error = f"received {answer.num_output_tokens} tokens: {answer.stop_reason}"
         samples.append(sample)
     return samples, duration_s
 

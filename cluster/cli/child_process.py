@@ -52,7 +52,7 @@ class ServerProcess:
         finally:
             self._relay = asyncio.create_task(self._relay_until(None))
         if url is None:
-            raise ServerError("the server ended before it was ready")
+            raise ServerError("the server exited before it was ready")
         return url
 
     async def _relay_until(self, prefix: str | None) -> str | None:
@@ -78,16 +78,16 @@ class ServerProcess:
         try:
             code = await asyncio.wait_for(self._process.wait(), _STOP_S)
             if code != 0:
-                error = f"the server ended with exit code {code}"
+                error = f"the server exited with code {code}"
         except TimeoutError:
-            error = f"the server did not end within {_STOP_S:g} s of SIGINT"
+            error = f"the server did not exit within {_STOP_S:g} s of SIGINT"
         left = await self._wait_for_descendants()
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if left and error is None:
             shown = ", ".join(f"{pid} ({name})" for pid, name in left.items())
-            error = f"the server left processes behind: {shown}"
+            error = f"the server left processes running: {shown}"
         if self._relay is not None:
             self._relay.cancel()
         return error

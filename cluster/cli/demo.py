@@ -258,13 +258,13 @@ async def run_with_server(config: str, port: int) -> None:
     if failure:
         raise DemoFailed(failure)
     print("shutdown     clean: exit code 0, and no process is left")
-    print(f"all went well, in {time.monotonic() - began:.0f} s")
+    print(f"all steps succeeded, in {time.monotonic() - began:.0f} s")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m swell.cluster.cli.demo", description=__doc__)
     parser.add_argument("--config", default=str(_CONFIG), help="default: configs/demo.yaml")
-    parser.add_argument("--port", type=int, default=0, help="default: a free one")
+    parser.add_argument("--port", type=int, default=0, help="default: a free port")
     args = parser.parse_args(argv)
     try:
         asyncio.run(run_with_server(args.config, args.port))

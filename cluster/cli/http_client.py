@@ -39,7 +39,9 @@ class Client:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             if not api_key.isascii() or not api_key.isprintable():
-                raise ServerError("the API key holds characters that no HTTP header can carry")
+                raise ServerError(
+                    "the API key contains characters that an HTTP header cannot contain"
+                )
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     async def get(self, path: str, kind: type[T]) -> T:
@@ -79,7 +81,7 @@ class Client:
             ) from None
         except aiohttp.ClientResponseError as error:
             message = " ".join(error.message.split())
-            raise ServerError(f"the answer is not HTTP: {message}") from None
+            raise ServerError(f"the response is not HTTP: {message}") from None
         except aiohttp.ClientError:
             raise ServerError(f"{method} {path}: the server closed the connection") from None
 
@@ -90,7 +92,7 @@ class Client:
             return msgspec.json.decode(content, type=kind)
         except msgspec.MsgspecError as error:
             raise ServerError(
-                f"{self.url}{path} does not answer as Swell does: {error}; is the URL right?"
+                f"{self.url}{path} does not answer like Swell: {error}; check the URL"
             ) from None
 
 
@@ -118,7 +120,7 @@ def error_message(body: bytes) -> str:
         error = msgspec.json.decode(body)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, LookupError, TypeError):
-        return " ".join(body[:200].decode(errors="replace").split()) or "no explanation"
+        return " ".join(body[:200].decode(errors="replace").split()) or "no error message"
 
 
 def normal_url(url: str) -> str:
@@ -130,5 +132,5 @@ def normal_url(url: str) -> str:
     except ValueError:
         good = False
     if not good or not full.isascii() or not full.isprintable() or " " in full:
-        raise ServerError(f"{url!r} is no URL; it looks like http://127.0.0.1:8000")
+        raise ServerError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
     return full

@@ -115,9 +115,9 @@ def _check_device(config: Config) -> None:
     visible = gpus.get_current_process_visible_accelerator_ids()  # CUDA_VISIBLE_DEVICES
     if not gpus.get_current_node_num_accelerators() or visible == []:
         raise ConfigError(
-            "model.device=cuda, but this machine has no GPU that the driver shows; set "
-            "model.device=cpu, load the driver (nvidia-smi lists the GPUs; docker run --gpus all), "
-            "or give the --address of a Ray with GPUs"
+            "model.device=cuda, but the driver shows no GPU on this machine; set "
+            "model.device=cpu, load the driver (nvidia-smi lists the GPUs; docker run --gpus "
+            "all), or set --address to a Ray cluster with GPUs"
         )
 
 
@@ -134,7 +134,7 @@ def _serve_until(
         screen.state(reason + note)
 
     if address is not None:
-        screen.state("asking all hosts of the Ray cluster")
+        screen.state("checking all hosts of the Ray cluster")
         check_hosts(config)
     is_lost = processes.has_lost_one
     with (
@@ -148,7 +148,7 @@ def _serve_until(
             screen.line(f"ready: {url}")
             stop.wait()
         _on_signals(signal.SIG_IGN)
-        screen.line("stopping: streams may finish")
+        screen.line("stopping: waiting for streams to finish")
 
 
 @contextlib.contextmanager
@@ -234,9 +234,9 @@ def _ray(
         raise Stopped from None
     except Exception as error:
         raise StartupError(
-            f"no connection to Ray at --address={address!r}: {last_line(str(error))}; a process "
-            "of this Ray has to run on this machine (ray start --address), of the same versions "
-            "of Python and Ray, and with the same token"
+            f"no connection to Ray at --address={address!r}: {last_line(str(error))}; this Ray "
+            "needs a node on this machine (ray start --address), with the same versions of "
+            "Python and Ray and the same token"
         ) from error
     try:
         yield RayProcesses()
@@ -298,7 +298,7 @@ def _waits_for_serve() -> str | None:
     except (RayError, RayServeException):
         return "Ray Serve's controller does not answer"
     if found is None:
-        return "Ray Serve begins to start the application"
+        return "Ray Serve is starting the application"
     if found.status == ApplicationStatus.RUNNING:
         return None
     # The application's own message only names the deployments.

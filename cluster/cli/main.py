@@ -29,8 +29,12 @@ class Parser(argparse.ArgumentParser):
 def _serve(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument("--host", help="address to listen on (serve.host)")
-    parser.add_argument("--port", type=int, help="port to listen on, 0: a free one (serve.port)")
-    parser.add_argument("--address", metavar="RAY", help="a running Ray; default: start one here")
+    parser.add_argument("--port", type=int, help="port to listen on; 0: any free port (serve.port)")
+    parser.add_argument(
+        "--address",
+        metavar="RAY",
+        help="HOST:PORT of a running Ray; default: start Ray on this machine",
+    )
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
@@ -39,27 +43,32 @@ def _status(parser: argparse.ArgumentParser) -> None:
 
 
 def _scale(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("engines", metavar="N", type=int, help="engines wanted")
+    parser.add_argument("engines", metavar="N", type=int, help="target number of engines")
     _server(parser)
     parser.add_argument(
         "--drain-timeout",
         metavar="S",
         type=float,
-        help="seconds that leaving engines may take (default: cluster.drain_timeout_s)",
+        help="seconds that leaving engines may take to finish their requests (default: "
+        "cluster.drain_timeout_s)",
     )
 
 
 def _drain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rank", metavar="RANK", type=int, help="the engine to take out")
+    parser.add_argument("rank", metavar="RANK", type=int, help="rank of the engine to remove")
     _server(parser)
 
 
 def _sleep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--level", metavar="L", type=int, choices=(1, 2), default=1,
-        help="2: give the weights back, too, and read them again at the end (default 1)",
+        help=
+            "1: free the KV cache and keep the weights in host memory; 2: also free the weights, "
+            "and load them again at wake-up (default 1)",
     )  # fmt: skip
-    parser.add_argument("--refuse", action="store_true", help="requests do not wait meanwhile")
+    parser.add_argument(
+        "--refuse", action="store_true", help="refuse requests instead of letting them wait"
+    )
     _status(parser)
 
 
@@ -69,7 +78,9 @@ def _upgrade(parser: argparse.ArgumentParser) -> None:
 
 
 def _update_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="FOLDER", help="on every host: the model's, with others")
+    parser.add_argument(
+        "path", metavar="FOLDER", help="folder of the new weights, at the same path on every host"
+    )
     _server(parser)
 
 
@@ -78,51 +89,61 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", nargs="+")
     parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="default 64")
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0")
-    parser.add_argument("--seed", metavar="N", type=int, help="default: a new one each time")
+    parser.add_argument("--seed", metavar="N", type=int, help="default: a new seed each time")
     parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
 
 
 def _save_sharded(parser: argparse.ArgumentParser) -> None:
     _config(parser)
-    parser.add_argument("out", metavar="OUT", help="a new folder, which becomes a whole model")
+    parser.add_argument("out", metavar="OUT", help="a new folder for the saved model")
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL)
     _key(parser)
-    parser.add_argument("--model", metavar="NAME", help="default: the first one served")
+    parser.add_argument("--model", metavar="NAME", help="default: the first served model")
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
     parser.add_argument("--temperature", metavar="T", type=float, help="default: the server's")
-    parser.add_argument("--max-tokens", metavar="N", type=int, help="longest answer, in tokens")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, help="maximum length of an answer, in tokens"
+    )
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--url", metavar="U", help="a server to load over HTTP")
-    what.add_argument("--model", metavar="M", help="a configuration or model to run offline")
+    what.add_argument("--url", metavar="U", help="a server to measure over HTTP")
+    what.add_argument(
+        "--model", metavar="M", help="a configuration or model to run in this process"
+    )
     _key(parser)
     _set(parser)
     for name, letter, default, text in (
         ("input-tokens", "I", 128, "tokens of each prompt"),
         ("output-tokens", "O", 64, "tokens of each answer"),
-        ("concurrency", "C", 16, "requests at once"),
-        ("requests", "R", 64, "requests in all"),
+        ("concurrency", "C", 16, "concurrent requests"),
+        ("requests", "R", 64, "total requests"),
     ):
         parser.add_argument(
             f"--{name}", metavar=letter, type=_positive, default=default,
             help=f"{text} (default {default})",
         )  # fmt: skip
-    parser.add_argument("--seed", metavar="S", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", metavar="FILE", help="also write everything to this file")
+    parser.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="seed of the random prompts"
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write the results to this file")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", nargs="?", help="also check this one")
+    parser.add_argument(
+        "config", metavar="CONFIG", nargs="?", help="a configuration to check as well"
+    )
     _set(parser)
     parser.add_argument(
-        "--address", metavar="RAY", help="check every host of this Ray; default: this machine"
+        "--address",
+        metavar="RAY",
+        help="check every host of this Ray cluster; default: only this machine",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON object")
     parser.add_argument(
         "--timeout", metavar="S", type=_timeout, default=60.0,
         help="seconds that a host may take to answer (default 60)",
@@ -131,23 +152,25 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 COMMANDS = {
     "serve": Command("serve a model", "swell.cluster.cli.launch:serve", _serve),
-    "status": Command("show a cluster", "swell.cluster.cli.admin_commands:status", _status),
+    "status": Command(
+        "show the state of a cluster", "swell.cluster.cli.admin_commands:status", _status
+    ),
     "scale": Command("grow or shrink a cluster", "swell.cluster.cli.admin_commands:scale", _scale),
-    "drain": Command("take an engine out", "swell.cluster.cli.admin_commands:drain", _drain),
+    "drain": Command("remove an engine", "swell.cluster.cli.admin_commands:drain", _drain),
     "upgrade": Command(
         "replace the engines by those of another configuration, one by one",
         "swell.cluster.cli.admin_commands:upgrade",
         _upgrade,
     ),
     "update-weights": Command(
-        "let the engines have other weights, one after the other",
+        "load other weights into the engines, one after the other",
         "swell.cluster.cli.admin_commands:update_weights",
         _update_weights,
     ),
-    "pause": Command("let all engines stop", "swell.cluster.cli.admin_commands:pause", _status),
+    "pause": Command("pause all engines", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
     "sleep": Command(
-        "let them stop and give memory back",
+        "pause all engines and free their memory",
         "swell.cluster.cli.admin_commands:sleep",
         _sleep,
     ),
@@ -156,11 +179,11 @@ COMMANDS = {
         "answer prompts in this process", "swell.cluster.cli.generate:generate", _generate
     ),
     "save-sharded": Command(
-        "save a model as its workers hold it, so that they start faster",
+        "save a model in the form that its workers load fastest",
         "swell.cluster.cli.save_sharded:save_sharded",
         _save_sharded,
     ),
-    "chat": Command("talk to a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
+    "chat": Command("chat with a served model", "swell.cluster.cli.terminal_chat:chat", _chat),
     "bench": Command("measure a server or a model", "swell.cluster.cli.bench:bench", _bench),
     "doctor": Command(
         "check this machine or a cluster",
@@ -212,7 +235,7 @@ def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG_OR_MODEL",
-        help="a YAML file of ours, a model folder, or a hub id",
+        help="a YAML configuration, a model folder, or a hub id",
     )
     _set(parser)
 
@@ -234,7 +257,7 @@ def _server(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         metavar="KEY",
         default=os.environ.get("SWELL_ADMIN_KEY") or os.environ.get("SWELL_API_KEY"),
-        help="one of serve.admin_keys_file; default: $SWELL_ADMIN_KEY, else $SWELL_API_KEY",
+        help="a key of serve.admin_keys_file; default: $SWELL_ADMIN_KEY, otherwise $SWELL_API_KEY",
     )
 
 

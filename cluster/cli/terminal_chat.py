@@ -15,7 +15,7 @@ from swell.cluster.api.chat.protocol import ChatChunk
 from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _PROMPT = "> "
-_HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /quit or Ctrl-D leaves"
+_HELP = "Ctrl-C stops an answer, /clear starts a new conversation, /quit or Ctrl-D exits"
 
 
 class Conversation:

@@ -91,7 +91,7 @@ def test_a_firewall_in_one_direction_is_named_with_its_hosts(hosts: Hosts) -> No
     assert problems(report) == {"links": (second, first), "http-links": (second, first)}
     assert broken(report) == {(second, first, part) for part in ("coordinator", "engines", "http")}
     (found,) = [finding for finding in report.findings if finding.check == "links"]
-    assert f"{second} does not reach {first}: coordinator (port " in found.value
+    assert f"{second} cannot connect to {first}: coordinator (port " in found.value
     assert "no answer after 5 s" in found.value and report.exit_code == 1
 
 

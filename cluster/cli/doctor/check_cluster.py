@@ -23,7 +23,7 @@ def lost_hosts(survey: Survey) -> list[Finding]:
     if survey.address is None:
         return []
     verdicts = {host: Verdict(why, "alive") for host, why in survey.lost.items()}
-    return to_findings("lost-hosts", [], verdicts, "none is lost")
+    return to_findings("lost-hosts", [], verdicts, "no host is lost")
 
 
 def room(survey: Survey) -> list[Finding]:
@@ -48,8 +48,15 @@ def free_resources(survey: Survey) -> list[Finding]:
         return []
     reason = refusal(config, list(survey.free.values()), config.parallel.data)
     if reason is not None:
-        return [problem("free-resources", [], f"counting what is free: {reason}", "all of it")]
-    return [passed("free-resources", [], "nothing else reserves it")]
+        return [
+            problem(
+                "free-resources",
+                [],
+                f"counting the free resources: {reason}",
+                "all of these resources",
+            )
+        ]
+    return [passed("free-resources", [], "nothing else reserves resources")]
 
 
 def token_authentication(survey: Survey) -> list[Finding]:

@@ -22,7 +22,7 @@ def files(survey: Survey) -> list[Finding]:
         for host, facts in survey.hosts.items()
         if facts.unreadable
     }
-    return to_findings("files", list(survey.hosts), verdicts, "all can be read")
+    return to_findings("files", list(survey.hosts), verdicts, "all files can be read")
 
 
 def model(survey: Survey) -> list[Finding]:

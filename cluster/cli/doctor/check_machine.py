@@ -167,11 +167,11 @@ def gpu(survey: Survey) -> list[Finding]:
         counted = int(survey.nodes.get(host, {}).get("GPU", 0))
         usable, seen = len(facts.torch.gpus), len(facts.gpus.gpus)
         if facts.gpus.error is not None:
-            return Verdict(facts.gpus.error, "an answer of nvidia-smi")
+            return Verdict(facts.gpus.error, "an answer from nvidia-smi")
         if usable < counted:
             return Verdict(f"torch can use {usable} GPUs, nvidia-smi lists {seen}", f"{counted}")
         if counted == 0 and max(usable, seen) > 0:
-            return Verdict(f"Ray counts none of {max(usable, seen)} GPUs", f"{max(usable, seen)}")
+            return Verdict(f"Ray counts 0 of {max(usable, seen)} GPUs", f"{max(usable, seen)}")
         return None
 
     def shown(facts: HostFacts) -> str:

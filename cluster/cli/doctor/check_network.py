@@ -81,7 +81,7 @@ def _links(survey: Survey, check: str, links: Sequence[Link]) -> list[Finding]:
         problem(
             check,
             pair,
-            f"{pair[0]} does not reach {pair[1]}: {'; '.join(texts)}",
+            f"{pair[0]} cannot connect to {pair[1]}: {'; '.join(texts)}",
             "a connection",
         )
         for pair, texts in list(broken.items())[:MOST_LINKS]

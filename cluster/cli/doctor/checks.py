@@ -40,28 +40,31 @@ class Verdict(NamedTuple):
 
 
 CHECKS: dict[str, Check] = {
-    "configuration": Check("Is the configuration valid?", "error", "correct the key that is named"),
+    "configuration": Check(
+        "Is the configuration valid?", "error", "correct the key that the error names"
+    ),
     "cluster": Check(
         "Does the Ray cluster answer at `--address`?",
         "error",
-        "start Ray (ray start --head), correct the address, or let this host through to the GCS; "
-        "with token authentication set RAY_AUTH_MODE=token and copy ~/.ray/auth_token here",
+        "start Ray (ray start --head), correct the address, or allow connections from this host "
+        "to the GCS; with token authentication set RAY_AUTH_MODE=token and copy "
+        "~/.ray/auth_token here",
     ),
     "hosts": Check(
-        "Does every host run a process of ours and answer in time?",
+        "Does every host run a process of Swell and answer in time?",
         "error",
-        "install the same Swell and Ray there; if it hangs, look at the host's load and at Ray's "
-        "logs on it, or end its node (ray stop)",
+        "install the same Swell and Ray there; if it hangs, check the host's load and Ray's logs "
+        "on it, or stop its Ray node (ray stop)",
     ),
     "lost-hosts": Check(
-        "Are all hosts alive that the Ray cluster has had?",
+        "Are all hosts that have joined the Ray cluster still alive?",
         "warning",
-        "start Ray there again (ray start --address=HEAD:6379), if the host is to serve",
+        "start Ray there again (ray start --address=HEAD:6379), if the host should serve",
     ),
     "python": Check(
         "Is Python supported, and the same on all hosts?",
         "error",
-        "make the environment of that host with the same Python",
+        "create the environment of that host with the same Python",
     ),
     "libraries": Check(
         "Are the libraries installed in supported versions, the same on all hosts?",
@@ -84,15 +87,15 @@ CHECKS: dict[str, Check] = {
     "cores": Check(
         "Are there two cores, within the affinity and the CPU quota of the process?",
         "warning",
-        "use a larger host, or raise the quota (docker run --cpus; resources.limits.cpu of a pod): "
-        "2 serve smoothly",
+        "use a larger host, or raise the quota (docker run --cpus; resources.limits.cpu of a "
+        "pod): Swell needs 2 cores to serve without delays",
     ),
     "memory": Check(
-        "Is memory free for the processes, and without GPUs for the weights, within the limits of "
-        "the process's control groups?",
+        "Is enough memory free for the processes (and for the weights, if there are no GPUs), "
+        "within the limits of the process's control groups?",
         "warning",
-        "end what uses it, raise the limit (docker run --memory; resources.limits.memory of a "
-        "pod), or use a smaller or quantized model",
+        "stop the processes that use it, raise the limit (docker run --memory; "
+        "resources.limits.memory of a pod), or use a smaller or quantized model",
     ),
     "shared-memory": Check(
         "Is /dev/shm large enough for Ray's object store and for NCCL?",
@@ -101,23 +104,25 @@ CHECKS: dict[str, Check] = {
         "with a smaller --object-store-memory",
     ),
     "disk": Check(
-        "Is space left for Ray's session, temporary files, and a model from the hub?",
+        "Is enough disk space free for Ray's session, temporary files, and a model from the hub?",
         "warning",
-        "free some space, or give Ray another folder (ray start --temp-dir)",
+        "free some space, or start Ray with another folder (ray start --temp-dir)",
     ),
     "temporary-files": Check(
-        "Can files be written in /tmp?", "error", "mount a tmpfs there: Ray keeps its sockets in it"
+        "Can files be written in /tmp?",
+        "error",
+        "mount a tmpfs at /tmp: Ray keeps its sockets there",
     ),
     "home": Check(
-        "Can Ray's token and compiled kernels be kept in the home of the account?",
+        "Can Ray's token and the compiled kernels be stored in the account's home folder?",
         "warning",
-        "set SWELL_CACHE to a folder that stays, and HOME or RAY_AUTH_TOKEN_PATH; without them "
-        "swell serve keeps both in a folder of each start",
+        "set SWELL_CACHE to a permanent folder, and HOME or RAY_AUTH_TOKEN_PATH; otherwise swell "
+        "serve stores both in a new folder at each start",
     ),
     "open-files": Check(
         "May a process open as many files as `serve.max_connections` needs?",
         "warning",
-        "raise the hard limit before Ray is started (ulimit -Hn 65536), or lower "
+        "raise the hard limit before you start Ray (ulimit -Hn 65536), or lower "
         "serve.max_connections",
     ),
     "gpu": Check(
@@ -132,66 +137,66 @@ CHECKS: dict[str, Check] = {
         "install the same driver and the same build of torch, which brings NCCL",
     ),
     "gpu-models": Check(
-        "Are all GPUs of one model?",
+        "Are all GPUs of the same model?",
         "warning",
-        "serve them as clusters of their own: answers may differ in their last bits, and the "
-        "slowest holds up its group",
+        "serve each GPU model with its own cluster: results may differ in their last bits, and "
+        "the slowest GPU delays its group",
     ),
     "gpu-errors": Check(
         "Are the GPUs free of memory errors that ECC did not correct?",
         "error",
-        "reset the GPU (nvidia-smi --gpu-reset) when nothing uses it; replace it if they return",
+        "reset the GPU (nvidia-smi --gpu-reset) when no process uses it; replace the GPU if "
+        "the errors return",
     ),
     "gpu-memory": Check(
         "Is the memory of the GPUs free?",
         "warning",
-        "end the processes that hold it (nvidia-smi lists them), or leave that GPU to them",
+        "stop the processes that use it (nvidia-smi lists them), or use another GPU",
     ),
     "interface": Check(
         "Has every host an address at `cluster.interface`?",
         "error",
-        "correct cluster.interface: a network as 10.1.0.0/16 where the interfaces have other names",
+        "correct cluster.interface; if the names of the interfaces differ, set a network "
+        "such as 10.1.0.0/16",
     ),
     "ports": Check(
         "Is a port free in each part of `cluster.ports`?",
         "error",
-        "end what listens there, or choose another range of cluster.ports",
+        "stop the processes that listen there, or set another range in cluster.ports",
     ),
     "http-port": Check(
         "Can an ingress listen at `serve.host` and `serve.port`?",
         "error",
-        "stop what listens there, or choose another port with serve.port",
+        "stop the process that listens there, or set another port in serve.port",
     ),
     "links": Check(
-        "Does every host reach the others at the ports of the cluster?",
+        "Can every host connect to the others at the ports of the cluster?",
         "error",
-        "open cluster.ports between the hosts, in both directions, for TCP; without it, all ports; "
-        "docs/operate/network.md lists the sockets",
+        "open cluster.ports between the hosts, in both directions, for TCP (without "
+        "cluster.ports, open all ports); docs/operate/network.md lists the sockets",
     ),
     "http-links": Check(
-        "Does every host reach the HTTP port of the others?",
+        "Can every host connect to the HTTP port of the others?",
         "warning",
-        "open serve.port where clients are; between the hosts it is needed by load balancers only",
+        "open serve.port for the clients; between the hosts only load balancers need it",
     ),
     "clocks": Check(
         "Do the clocks of the hosts agree?",
         "warning",
-        "run a time service on every host (chrony, systemd-timesyncd): logs, traces and times of "
-        "answers are out of order without",
+        "run a time service on every host (chrony, systemd-timesyncd): otherwise logs, traces "
+        "and the times of answers are out of order",
     ),
     "files": Check(
         "Can every host read the files that the configuration names?",
         "error",
         "copy or mount them there, at the same path and readable for Ray's user",
     ),
-    "model": Check(
-        "Is the model's folder complete on every host?", "error", "do what the message says"
-    ),
+    "model": Check("Is the model's folder complete on every host?", "error", "follow the message"),
     "same-files": Check(
         "Are the files of model, keys and templates the same on all hosts?",
         "error",
-        "copy them from one host to the others again: engines with other weights give other "
-        "answers, and a request may be continued on any of them",
+        "copy them again from one host to the others: engines with other weights return other "
+        "answers, and any engine may continue a request",
     ),
     "room": Check(
         "Do the hosts have room for `parallel.data` engines?",
@@ -201,25 +206,27 @@ CHECKS: dict[str, Check] = {
     "free-resources": Check(
         "Is that room free now?",
         "warning",
-        "end what reserves it (ray status), or wait: engines that find no room are tried again",
+        "stop the jobs that reserve it (ray status), or wait: Swell retries to start engines "
+        "that find no room",
     ),
     "token-authentication": Check(
         "Does Ray demand a token on a cluster of several hosts?",
         "warning",
         "ray get-auth-token --generate, copy ~/.ray/auth_token to all hosts, and start Ray with "
-        "RAY_AUTH_MODE=token: without it every client of Ray's ports controls the hosts",
+        "RAY_AUTH_MODE=token: without a token, everyone who can connect to Ray's ports controls "
+        "the hosts",
     ),
     "health-checks": Check(
-        "Does Ray's GCS find out that a host is lost, neither too early nor too late?",
+        "Does Ray's GCS detect a lost host neither too early nor too late?",
         "warning",
         "set RAY_health_check_period_ms, RAY_health_check_timeout_ms and "
         "RAY_health_check_failure_threshold for ray start --head",
     ),
     "serve-settings": Check(
-        "Does Ray Serve end replicas that do not answer at once?",
+        "Does Ray Serve stop replicas that do not answer immediately?",
         "warning",
-        "set RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1 for ray start, on every host: requests that "
-        "reach such a replica wait for it",
+        "set RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1 for ray start, on every host: otherwise "
+        "requests to such a replica wait for it",
     ),
 }
 

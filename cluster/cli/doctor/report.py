@@ -79,7 +79,7 @@ def _summary(finding: Finding) -> str:
 def _last_line(report: Report) -> str:
     who = "the cluster" if report.address else "this machine"
     if report.exit_code == UNREACHABLE:
-        return "the Ray cluster cannot be asked"
+        return "the Ray cluster does not answer"
     if report.errors:
         return f"{_count(report.errors, 'error')}: {who} cannot serve"
     warned = f"{_count(report.warnings, 'warning')}: " if report.warnings else ""

@@ -58,7 +58,7 @@ def application(
         except _RayLost:
             pass
         except _NoAnswer:
-            left = "Ray is ended" if own_ray else f"delete the application {APP!r} there yourself"
+            left = "stopping Ray" if own_ray else f"delete the application {APP!r} there yourself"
             line(f"Ray Serve has not answered for {_ANSWER_S:g} s: {left}")
 
 
@@ -117,7 +117,7 @@ def _start_serve(config: Config, stop: threading.Event) -> None:
                 raise StartupError(
                     f"Ray Serve did not start within {seconds:.0f} s "
                     f"(cluster.start_timeout_s={limit_s:g}): {last_line(str(error))}; free "
-                    "processors and memory, raise the limit, or look at Ray's logs "
+                    "processors and memory, raise the limit, or read Ray's logs "
                     "(SWELL_KEEP_LOGS=1)"
                 ) from error
         stop.wait(_POLL_S)
@@ -149,7 +149,7 @@ def _clean_up_leftovers(line: Callable[[str], None]) -> None:
     async def clean_up() -> None:
         ray, namespace = RayCluster(), f"swell-{APP}"
         if ended := await orphans.end_all(ray, namespace):
-            line(f"ended what a dead manager had left: {', '.join(ended)}")
+            line(f"removed what a dead manager had left: {', '.join(ended)}")
         await CheckpointStore(namespace, "", ray).clear()
 
     asyncio.run(clean_up())
@@ -167,7 +167,7 @@ def _deploy(config: Config, line: Callable[[str], None]) -> Any:
         (ingress,) = serve.run_many([target], wait_for_applications_running=False)
     except Exception as error:
         raise StartupError(
-            f"Ray Serve did not take the application: {last_line(str(error))}; Ray's logs have "
+            f"Ray Serve did not accept the application: {last_line(str(error))}; Ray's logs have "
             "more (SWELL_KEEP_LOGS=1)"
         ) from error
     return ingress

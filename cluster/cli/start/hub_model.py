@@ -16,8 +16,8 @@ HUB_S = 10.0
 """How long the hub may take to answer."""
 _DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja")
 _WAY_OUT = (
-    "copy the model to this machine and give its folder, set HF_ENDPOINT to a mirror, or let this "
-    "machine reach the hub"
+    "copy the model to this machine and specify its folder, set HF_ENDPOINT to a mirror, or "
+    "allow this machine to connect to the hub"
 )
 
 
@@ -60,11 +60,13 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
 
     try:
         if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            line(f"model.path={name!r} is no folder here: taken from the cache of the hub")
+            line(f"model.path={name!r} is not a local folder: using the hub's cache")
             return Download()
     except HFValidationError as error:
-        raise ConfigError(f"model.path={name!r} is no folder and no hub id: {error}") from None
-    line(f"model.path={name!r} is no folder here: asking {constants.ENDPOINT} for it")
+        raise ConfigError(
+            f"model.path={name!r} is neither a folder nor a hub id: {error}"
+        ) from None
+    line(f"model.path={name!r} is not a local folder: downloading it from {constants.ENDPOINT}")
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
             f"model.path={name!r} is not in the cache of the hub, and HF_HUB_OFFLINE is set; unset "
@@ -101,14 +103,16 @@ def _reason(error: Exception, timeout_s: float) -> str:
 
     hub = constants.ENDPOINT
     if isinstance(error, GatedRepoError):
-        return f"{hub} gives it to accepted accounts only; accept its terms there, and set HF_TOKEN"
+        return (
+            f"{hub} returns it only to accepted accounts; accept its terms there, and set HF_TOKEN"
+        )
     if isinstance(error, RepositoryNotFoundError):
         return (
-            f"{hub} has no such model, or it is private; correct the name, set HF_TOKEN, or give a "
-            "folder that exists"
+            f"{hub} has no such model, or it is private; correct the name, set HF_TOKEN, or "
+            "specify a folder that exists"
         )
     if isinstance(error, HfHubHTTPError):
-        return f"{hub} refuses: {first_line(error)}; {_WAY_OUT}"
+        return f"{hub} refused the request: {first_line(error)}; {_WAY_OUT}"
     if isinstance(error, TimeoutError):
         return f"{hub} did not answer within {timeout_s:g} s; {_WAY_OUT}"
     return f"{hub} cannot be reached: {first_line(error)}; {_WAY_OUT}"

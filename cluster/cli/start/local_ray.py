@@ -30,9 +30,9 @@ _LEFT_S = 5.0
 _NEVER_LATER = (ValueError, TypeError, PermissionError, FileNotFoundError, NotADirectoryError)
 """Errors that a second attempt would raise as well."""
 _REMEDY = (
-    "free processors and memory (swell doctor shows what is there), raise "
-    "cluster.start_timeout_s, or start Ray yourself (ray start --head) and give --address; with "
-    "SWELL_KEEP_LOGS=1 its logs stay in /tmp/swell-*"
+    "free processors and memory (swell doctor shows them), raise cluster.start_timeout_s, or "
+    "start Ray yourself (ray start --head) and set --address; with SWELL_KEEP_LOGS=1 its logs "
+    "stay in /tmp/swell-*"
 )
 
 

@@ -34,7 +34,7 @@ def home_problem() -> str | None:
     try:
         home = Path.home()
     except RuntimeError:
-        return "this account has no home"
+        return "this account has no home folder"
     return write_problem(home)
 
 
@@ -59,9 +59,13 @@ def use_private_files(folder: Path, line: Callable[[str], None]) -> None:
     for name, part in _CACHES.items():
         os.environ.setdefault(name, str(folder / part))
     line(
-        f"{problem}: Ray's token{'' if kept else ' and compiled kernels'} are in {folder} and end "
-        "with this start"
-        + ("" if kept else "; set SWELL_CACHE to a folder that stays, to compile them once")
+        f"{problem}: Ray's token{'' if kept else ' and compiled kernels'} are in {folder}, which "
+        "is removed at the end"
+        + (
+            ""
+            if kept
+            else "; set SWELL_CACHE to a permanent folder to compile the kernels only once"
+        )
     )
 
 

@@ -28,12 +28,14 @@ def probe_address(address: str) -> None:
     host, _, port_text = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port_text.isdecimal() or not 0 < int(port_text) < 2**16:
-        raise _refusal(address, "is no HOST:PORT")
+        raise _refusal(address, "is not HOST:PORT")
     try:
         with socket.create_connection((host, int(port_text)), timeout=_PROBE_S) as connection:
             connection.settimeout(_PROBE_S)
             if os.environ.get("RAY_USE_TLS", "0") != "1" and not _speaks_http2(connection):
-                raise _refusal(address, "is the address of something else than Ray's GCS")
+                raise _refusal(
+                    address, "is not the address of Ray's GCS: another program answers there"
+                )
     except OSError as error:
         reason = "did not answer" if isinstance(error, TimeoutError) else _text(error)
         raise _refusal(address, f"cannot be reached: {reason}") from None
@@ -56,8 +58,9 @@ def _speaks_http2(connection: socket.socket) -> bool:
 
 def _refusal(address: str, problem: str) -> ConfigError:
     return ConfigError(
-        f"--address={address!r} {problem}; give HOST:PORT of a running Ray's GCS (ray start --head "
-        "prints it, usually port 6379), or leave --address out to start Ray on this machine"
+        f"--address={address!r} {problem}; specify HOST:PORT of a running Ray's GCS (ray start "
+        "--head prints it, usually port 6379), or leave --address out to start Ray on this "
+        "machine"
     )
 
 

@@ -73,9 +73,9 @@ class RayProcesses:
                         return original(*arguments)
                     except RuntimeError as error:  # the node has not registered yet
                         if self.has_lost_one():
-                            raise RayEnded("a process of Ray's has ended") from error
+                            raise RayEnded("a process of Ray has terminated") from error
                         if time.monotonic() > deadline():
-                            raise RayEnded(f"its node was not there in time: {error}") from error
+                            raise RayEnded(f"its node did not appear in time: {error}") from error
                     time.sleep(_POLL_S)
 
             return get_node

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from swell.cluster.cli.start.startup_error import last_line
 
-STARTING = "manager and ingresses are being started"
+STARTING = "starting the manager and the ingresses"
 _NO_ROOM = re.compile(
     r"Deployment '(\w+)'.*to be scheduled.*"
     r"Resources required for each replica: (\{.*?\}), total resources available: (\{.*?\})",
@@ -28,7 +28,7 @@ def waiting_reason(messages: Iterable[str]) -> str:
 def _reason(text: str) -> str | None:
     if found := _NO_ROOM.search(text):
         name = _NAMES.get(found[1], found[1])
-        return f"no host has room for the {name}: it needs {found[2]}, free are {found[3]}"
+        return f"no host has room for the {name}: it needs {found[2]}, but {found[3]} is free"
     if found := _SLOW.search(text):
         return f"the process of the {_NAMES.get(found[1], found[1])} is being started"
     if _FAILED in text:

@@ -92,7 +92,7 @@ def test_a_cut_stream_is_a_failure(
     [
         (b'{"choices":[]}', "no usage"),
         (b'{"choices":[],"usage":null}', "no usage"),
-        (b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}', "4 tokens came, 5"),
+        (b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}', "received 4 tokens, requested 5"),
     ],
 )
 def test_a_stream_without_the_right_usage_is_a_failure(end: bytes, error: str) -> None:
@@ -226,5 +226,5 @@ def test_urls_are_normal(given: str, url: str) -> None:
 
 @pytest.mark.parametrize("given", ["", ":8000", "ftp://h", "http://h:x", "http://h:99999", "a b"])
 def test_no_urls(given: str) -> None:
-    with pytest.raises(ServerError, match="is no URL"):
+    with pytest.raises(ServerError, match="is not a URL"):
         normal_url(given)

@@ -81,7 +81,7 @@ def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
     ("arguments", "words"),
     [
         (["status", "--url", "http://127.0.0.1:1"], "connection refused"),
-        (["status", "--url", "nonsense://x"], "is no URL"),
+        (["status", "--url", "nonsense://x"], "is not a URL"),
         (["scale", "-1"], "engines=-1"),
         (["scale", "2", "--drain-timeout", "nan"], "drain_timeout_s=nan"),
         (["drain", "-2"], "rank=-2"),

@@ -123,8 +123,8 @@ def test_the_reason_names_replicas_that_serve_has_not_started(
     deploying = application(ApplicationStatus.DEPLOYING, "", "", NO_ROOM)
     said.says = [None, deploying, application(ApplicationStatus.RUNNING)]
     assert wait(IngressStatus(HOST, None)) == HOST
-    no_room = "no host has room for the ingress: it needs {'CPU': 1}, free are {'CPU': 0.0}"
-    assert shown == ["Ray Serve begins to start the application", no_room]
+    no_room = "no host has room for the ingress: it needs {'CPU': 1}, but {'CPU': 0.0} is free"
+    assert shown == ["Ray Serve is starting the application", no_room]
     said.says = [deploying]
     with pytest.raises(StartupError, match=r"start_timeout_s\): no host has room"):
         wait(IngressStatus(HOST, None), limit_s=0.3)

@@ -95,7 +95,7 @@ def test_sleep_shows_the_level_and_what_each_engine_has_given_back(
     )
     assert (code, requested) == (0, ["/admin/sleep"])
     printed = capsys.readouterr().out
-    assert "level" in printed and "memory given back" in printed
+    assert "level" in printed and "memory freed" in printed
     assert "3.21 GB" in printed and "0.04 GB" in printed and "KV cache" not in printed
 
 

@@ -97,7 +97,7 @@ def collect_torch(timeout_s: float) -> TorchFacts:
             timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return TorchFacts(error=f"its import has not ended after {timeout_s:g} s")
+        return TorchFacts(error=f"its import has not finished after {timeout_s:g} s")
     if probe.returncode == 0:
         return msgspec.json.decode(probe.stdout.strip().splitlines()[-1], type=TorchFacts)
     lines = probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"]

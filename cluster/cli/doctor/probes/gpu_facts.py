@@ -29,7 +29,7 @@ def collect_gpus(timeout_s: float, program: str = "nvidia-smi") -> GpuFacts:
             command, capture_output=True, text=True, check=False, timeout=timeout_s
         )
     except subprocess.TimeoutExpired:
-        return GpuFacts(installed=True, error=f"{program} has no answer after {timeout_s:g} s")
+        return GpuFacts(installed=True, error=f"{program} did not answer within {timeout_s:g} s")
     except OSError as error:
         return GpuFacts(installed=True, error=f"{program} does not run: {error.strerror}")
     if done.returncode != 0:

@@ -121,7 +121,7 @@ def _trips(
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.sendall(token)
         if _read(sock, len(token), deadline) != token:
-            raise ConnectionError("something else answers there")
+            raise ConnectionError("another program answers there")
         return [_trip(sock, deadline, clock) for _ in range(_ROUNDS)]
 
 

@@ -202,7 +202,7 @@ def _lost(nodes: Sequence[RayNode]) -> dict[str, str]:
     """Returns the hosts without a living node that were not removed on purpose, and why."""
     alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     return {
-        node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "Ray takes it for dead"
+        node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "Ray considers it dead"
         for node in nodes
         if not node["Alive"] and node["NodeManagerAddress"] not in alive
         if node.get("DeathReason") != _ENDED_BY_REQUEST

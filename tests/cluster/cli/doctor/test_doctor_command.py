@@ -169,7 +169,7 @@ def test_a_cluster_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys:
     assert code == 2
     assert levels(report) == {"configuration": "ok", "cluster": "error"}
     assert main(["doctor", "--address", "10.0.0.1:6379"]) == 2
-    assert "the Ray cluster cannot be asked" in capsys.readouterr().out
+    assert "the Ray cluster does not answer" in capsys.readouterr().out
 
 
 def test_a_cluster_of_several_hosts(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:

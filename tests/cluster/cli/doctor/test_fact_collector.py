@@ -92,7 +92,7 @@ def test_torch_as_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("raise ImportError('libtorch is damaged')", "ImportError: libtorch is damaged"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "exit code -11"),
-        ("import time; time.sleep(30)", "its import has not ended after 0.3 s"),
+        ("import time; time.sleep(30)", "its import has not finished after 0.3 s"),
     ],
 )
 def test_a_torch_that_is_broken(probe: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:

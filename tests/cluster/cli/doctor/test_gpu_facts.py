@@ -59,7 +59,7 @@ def test_a_program_that_works(program: Callable[[str], None]) -> None:
         ("echo 'NVIDIA-SMI has failed because'; exit 9", "nvidia-smi: NVIDIA-SMI has failed"),
         ("exit 3", "nvidia-smi: exit code 3"),
         ("echo ERR!", "nvidia-smi printed 'ERR!'"),
-        ("exec sleep 30", "nvidia-smi has no answer after 0.2 s"),
+        ("exec sleep 30", "nvidia-smi did not answer within 0.2 s"),
     ],
 )
 def test_a_program_that_fails(program: Callable[[str], None], script: str, error: str) -> None:

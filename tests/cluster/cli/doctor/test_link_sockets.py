@@ -87,7 +87,7 @@ def test_what_does_not_answer_is_told_apart(listeners: LinkListeners) -> None:
     with foreign_server(None) as silent:
         assert try_link("a", silent, TOKEN, 0.2).error == "no answer after 0.2 s"
     with foreign_server(OTHER) as other:
-        assert try_link("a", other, TOKEN, 10.0).error == "something else answers there"
+        assert try_link("a", other, TOKEN, 10.0).error == "another program answers there"
     with foreign_server(b"") as gone:
         error = try_link("a", gone, TOKEN, 10.0).error
         assert error == "the other end closed the connection"

@@ -168,7 +168,7 @@ FAULTS = [
         changed(ON_GPUS, nodes=ON_GPUS.nodes | {name(2): {"CPU": 8.0}}),
         "gpu",
         (2,),
-        "Ray counts none of 1",
+        "Ray counts 0 of 1",
     ),
     Fault(with_host(ON_GPUS, 2, **DRIVER), "gpu-versions", (2,), "NCCL 2.26.2"),
     Fault(with_host(ON_GPUS, 1, **of_gpu(driver="535.5")), "gpu-versions", (1,), "driver 535.5"),
@@ -198,7 +198,7 @@ FAULTS = [
         with_link(HEALTHY, 2, 0, error="no answer after 5 s"),
         "links",
         (2, 0),
-        "10.0.0.3 does not reach 10.0.0.1: engines (port 21020): no answer after 5 s",
+        "10.0.0.3 cannot connect to 10.0.0.1: engines (port 21020): no answer after 5 s",
     ),
     Fault(
         with_link(HEALTHY, 0, 2, HTTP, error="refused"),

@@ -47,16 +47,16 @@ class FakeServe:
 @pytest.mark.parametrize(
     ("hanging", "own_ray", "words"),
     [
-        ("delete", True, "Ray is ended"),
-        ("status", True, "Ray is ended"),
-        ("shutdown", True, "Ray is ended"),
+        ("delete", True, "stopping Ray"),
+        ("status", True, "stopping Ray"),
+        ("shutdown", True, "stopping Ray"),
         ("status", False, "delete the application 'swell' there yourself"),
     ],
 )
 def test_a_serve_that_does_not_answer_is_left(
     monkeypatch: pytest.MonkeyPatch, hanging: str, own_ray: bool, words: str
 ) -> None:
-    """A controller or a raylet hangs: Ray is ended with it."""
+    """A controller or a raylet hangs: stopping Ray with it."""
     fake, names = FakeServe(hanging), ["delete", "status", "shutdown"]
     status = type("Status", (), {"applications": {}})
     answers = {"start": None, "run_many": [HANDLE], "status": status}

@@ -73,7 +73,7 @@ def test_a_model_of_the_hub_is_announced_and_its_bytes_are_counted(
     lines: list[str] = []
     download = ask(lines)
     assert lines == [
-        f"model.path='owner/name' is no folder here: asking {constants.ENDPOINT} for it"
+        f"model.path='owner/name' is not a local folder: downloading it from {constants.ENDPOINT}"
     ]
     assert download.share() == ""
     blobs = tmp_path / "models--owner--name" / "blobs"

@@ -178,7 +178,7 @@ def test_a_device_that_is_not_here_is_refused_before_ray_starts(
     is_here = gpus > 0 and visible != []
     assert fake.attempts == int(is_here)
     assert (
-        "Ray was started" if is_here else "model.device=cuda, but this machine has no GPU"
+        "Ray was started" if is_here else "model.device=cuda, but the driver shows no GPU on this machine"
     ) in last
     assert is_here or len(lines) == 1
 
@@ -244,7 +244,7 @@ def test_no_node_is_awaited_whose_raylet_has_ended(
     with processes.recorded(lambda: float("inf")):
         services.ConsolePopen([str(program)]).wait()
         assert processes.has_lost_one()
-        with pytest.raises(RayEnded, match="has ended"):
+        with pytest.raises(RayEnded, match="has terminated"):
             services.get_node("address", "id")
 
 

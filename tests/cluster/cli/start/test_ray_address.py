@@ -42,11 +42,11 @@ def address_of(server: socket.socket) -> str:
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("head", "is no HOST:PORT"),
-        ("head:", "is no HOST:PORT"),
-        ("head:0", "is no HOST:PORT"),
-        ("head:70000", "is no HOST:PORT"),
-        (":6379", "is no HOST:PORT"),
+        ("head", "is not HOST:PORT"),
+        ("head:", "is not HOST:PORT"),
+        ("head:0", "is not HOST:PORT"),
+        ("head:70000", "is not HOST:PORT"),
+        (":6379", "is not HOST:PORT"),
         ("ray://head:10001", "Ray Client is not supported"),
         ("no-such-host.invalid:6379", "cannot be reached"),
         ("127.0.0.1:1", "cannot be reached"),
@@ -61,7 +61,7 @@ def test_an_address_without_ray(address: str, problem: str) -> None:
 @pytest.mark.parametrize("text", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", b""])
 def test_a_server_that_is_no_gcs(listener: socket.socket, text: bytes) -> None:
     thread = answer_once(listener, text)
-    with pytest.raises(ConfigError, match="something else than Ray's GCS"):
+    with pytest.raises(ConfigError, match="not the address of Ray's GCS"):
         probe_address(address_of(listener))
     thread.join()
 
@@ -70,7 +70,7 @@ def test_a_server_that_says_nothing(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_address, "_PROBE_S", 0.1)
-    with pytest.raises(ConfigError, match="something else than Ray's GCS"):
+    with pytest.raises(ConfigError, match="not the address of Ray's GCS"):
         probe_address(address_of(listener))
 
 
