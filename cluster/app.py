@@ -410,7 +410,10 @@ def build(args: dict[str, Any]) -> serve.Application:
     if config.serve.port == _SERVE_PROXY_PORT:
         host = listening_host(config, node)
         config = with_port(config, next_free_port(host, _SERVE_PROXY_PORT + 1))
-        print(f"Ray Serve's proxy has port {_SERVE_PROXY_PORT}; ours is {config.serve.port}")
+        print(
+            f"Ray Serve's proxy uses port {_SERVE_PROXY_PORT}, so the ingresses listen on port "
+            f"{config.serve.port}"
+        )
     if config.serve.port and not is_built_again():
         config = claim_port(config, node)
         PortClaims().check(listening_host(config, node), config.serve.port, is_of_this_ray)

@@ -70,8 +70,8 @@ class LLM:
         check(self.config)
         if self.config.parallel.expert:
             raise ConfigError(
-                "parallel.expert=true is for the engines of a cluster, which share their experts, "
-                "and LLM is one engine with all of them; set parallel.expert=false",
+                "parallel.expert=true is not supported by LLM, which is one engine with all "
+                "experts: only engines of a cluster share experts; set parallel.expert=false",
                 "parallel.expert",
             )
         path = self.config.model.path
@@ -237,7 +237,10 @@ class LLM:
         firsts = [data_1] if isinstance(data_1, str) else list(data_1)
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
         if not seconds or len(firsts) not in (1, len(seconds)):
-            raise ValueError(f"{len(firsts)} texts have no pairs with {len(seconds)}")
+            raise ValueError(
+                f"data_1 has {len(firsts)} texts and data_2 has {len(seconds)}; pass "
+                "one text in data_1, or the same number as in data_2"
+            )
         embeds = self._pooling is not None and self._pooling.spec.embeds
         pairs = list(zip(firsts * (len(seconds) // len(firsts)), seconds, strict=True))
         inputs: Sequence[Input] = [*firsts, *seconds] if embeds else pairs
@@ -271,7 +274,7 @@ class LLM:
         host memory. Level 2 also drops the weights, which `wake_up` reads again. Raises ValueError
         if the configuration does not support that."""
         if level not in (1, 2):
-            raise ValueError(f"level={level!r}; there are 1 and 2")
+            raise ValueError(f"level={level!r} must be 1 or 2")
         self._engine.set_sleep(level)
 
     def wake_up(self) -> None:

@@ -58,7 +58,10 @@ class LocalEngine:
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
         """Use other weights; see `LLM.update_weights`."""
         if refusal := sleep_refusal(self._config, 2):
-            raise ValueError(f"new weights are refused, as a sleep at level 2 is: {refusal}")
+            raise ValueError(
+                "the weights cannot be replaced, for the same reason as a sleep at "
+                f"level 2 is refused: {refusal}"
+            )
         try:
             if isinstance(source, Mapping):
                 folder = tempfile.TemporaryDirectory(prefix="swell-weights-")

@@ -122,7 +122,7 @@ class PortClaims:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                return record or _Record("one that was just started", Supervisor(0, ""), 0)
+                return record or _Record("one that has just started", Supervisor(0, ""), 0)
             fresh = os.fstat(lock).st_mtime > self._now() - LEASE_S
             if record is not None and fresh and record.supervisor.is_alive:
                 return record
@@ -139,7 +139,10 @@ class PortClaims:
             self._folder.mkdir(mode=0o700)
         found = self._folder.lstat()
         if found.st_uid != os.getuid() or self._folder.is_symlink() or found.st_mode & 0o022:
-            raise ConfigError(f"{self._folder} is not this user's alone; remove it")
+            raise ConfigError(
+                f"{self._folder} belongs to another user, is a link, or is writable "
+                "by others; remove it"
+            )
         flags = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
         gate, end_s = os.open(self._folder / "gate", flags, 0o600), time.monotonic() + _GATE_S
         try:

@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> None:
         _end_with_parent(0)  # the message is still to be printed
         os.kill(parent, signal.SIGKILL)
         print(
-            f"{name} (pid {parent}): its event loop stood still for {limit_s:g} s "
+            f"{name} (pid {parent}): its event loop was blocked for {limit_s:g} s "
             "(cluster.stall_timeout_s), so its watchdog killed it; Ray Serve replaces it",
             file=sys.stderr,
             flush=True,

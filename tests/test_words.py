@@ -25,9 +25,7 @@ CHECKED = (
 """Folders whose docstrings and comments are checked."""
 
 MESSAGES_CHECKED = (
-    "cluster/api",
-    "cluster/cli",
-    "cluster/text",
+    "cluster",
     "configs",
     "coordinator",
     "engine",

@@ -133,7 +133,9 @@ class AsyncLLM(EngineListener):
             return
         serve = self._config.serve
         if self._num_early >= serve.max_waiting_requests:
-            raise NoEngine(f"no engine is ready yet, and {self._num_early} requests wait for one")
+            raise NoEngine(
+                f"no engine is ready yet, and {self._num_early} requests already wait for one"
+            )
         self._num_early += 1
         try:
             async with asyncio.timeout(serve.no_engine_timeout_s):
@@ -164,7 +166,7 @@ class AsyncLLM(EngineListener):
         """
         self._check_open()
         if self._view.reports.sleep.refuses:
-            raise NoEngine("the engines sleep, and no requests are taken until they are woken up")
+            raise NoEngine("the engines sleep, and requests are refused until they are woken up")
         now_s = self._clock()
         stale_s = _STALE_VIEW_HEARTBEATS * self._config.cluster.heartbeat_s
         backlog = self._placer.backlog(own_only=now_s - self._view_at_s > stale_s)

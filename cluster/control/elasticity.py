@@ -87,7 +87,7 @@ class Elasticity:
         fleet = self._fleet
         moves = plan_moves(fleet.view(), self._wanted()[0], draining, drain_timeout_s)
         for rank in moves.move:
-            self._log.warning("host is taken away: engine moves", rank=rank)
+            self._log.warning("host is being removed: engine moves", rank=rank)
             fleet.move(rank)
         for rank, timeout_s in moves.leave.items():
             fleet.leave(rank, timeout_s, is_drain=True)

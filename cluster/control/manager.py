@@ -272,7 +272,7 @@ class ClusterManager:
         try:
             self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
         except Exception as error:  # the coordinator has stopped, or is being restarted
-            silence = f"it does not answer ({type(error).__name__}); it is called again and again"
+            silence = f"it does not answer ({type(error).__name__}); the call is retried"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
         await self._fleet.refresh(self._view.reports.engines)
         handles = {**self._fleet.starting, **self._fleet.engines}
@@ -352,7 +352,7 @@ class ClusterManager:
         if handle.intent in (Intent.STAY, Intent.RELOAD):
             self._state = control_state.on_death(self._state, rank, lived_s, now, reason)
         if self._state.backoff.exhausted(rank):
-            self._log.error("engines of one rank die again and again", rank=rank, reason=reason)
+            self._log.error("engines of one rank die repeatedly", rank=rank, reason=reason)
 
     @staticmethod
     def _now() -> float:
@@ -394,7 +394,7 @@ class ClusterManager:
             self._log.error("no coordinator", error=f"{type(error).__name__}: {error}")
 
     async def _step_down(self) -> None:
-        self._log.warning("another manager leads: this one does nothing more")
+        self._log.warning("another manager leads: this one stops")
         self._state = control_state.depose(self._state)
         await self._fleet.tasks.cancel()
 

@@ -24,7 +24,7 @@ def autoscaling(policy: Autoscaler, config: Config, now: float) -> JsonObject | 
         "kv_usage": None if load is None else round(load.kv_usage, 4),
         "ttft_s": None if load is None or load.ttft_s is None else round(load.ttft_s, 4),
         "recommended": None if found is None else found.engines,
-        "reason": "nothing is known of the load yet" if found is None else found.reason,
+        "reason": "the load is not known yet" if found is None else found.reason,
         "shrink_after_s": policy.shrink_after_s,
         "last_decision": None
         if last is None

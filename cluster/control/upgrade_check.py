@@ -51,8 +51,9 @@ class ModelFileReads:
             raise UpgradeRefused(str(error)) from None
         except TimeoutError:
             raise UpgradeRefused(
-                f"the files of the model were not read within {self._limit_s:g} s on the manager's "
-                "host: perhaps their file server is gone; try again, or give a folder that answers"
+                f"the files of the model were not read within {self._limit_s:g} s on the "
+                "manager's host: their file server may be unavailable; try again, or set another "
+                "folder"
             ) from None
 
 
@@ -135,13 +136,14 @@ def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
     merged, kept = upgraded(running, settings)
     if running.lora.is_on:
         raise UpgradeRefused(
-            f"engines that have adapters ({running.lora.reason}) do not get other weights: the "
-            "adapters were made for these; deploy the application with them (serve deploy)"
+            f"engines with adapters ({running.lora.reason}) cannot load other weights, because "
+            "the adapters were trained for the current ones; deploy the application with the new "
+            "weights (serve deploy)"
         )
     if running.model.load_format == "dummy":
         raise UpgradeRefused(
-            "model.load_format=dummy: the engines have random weights, which could not be read "
-            "again; use an upgrade (swell upgrade)"
+            "model.load_format=dummy: the engines have random weights, which cannot be restored "
+            "if the update fails; use an upgrade (swell upgrade)"
         )
     return merged, kept
 
@@ -168,8 +170,8 @@ def _refuse_relative(running: Config, requested: Config) -> None:
         if new is None or Path(new.path).is_absolute() or (old and old.path == new.path):
             continue
         raise UpgradeRefused(
-            f"{key}={new.path!r} is no folder here: it must be an absolute path, of a folder on "
-            "every host; download a hub's model to one"
+            f"{key}={new.path!r} is not an absolute path; set the absolute path of a folder that "
+            "exists on every host, and download a model of the hub to such a folder"
         )
 
 
@@ -177,12 +179,13 @@ def _refuse_experts(running: Config, requested: Config) -> None:
     if running.parallel.expert or requested.parallel.expert:
         raise UpgradeRefused(
             f"parallel.expert={str(requested.parallel.expert).lower()} (the cluster has "
-            f"{str(running.parallel.expert).lower()}): engines that share experts form one group, "
-            "where a step of one is a step of all: weights, dtype, layout and steps in flight are "
-            "those of the group, and each engine has reserved memory for the experts of "
-            f"cluster.min_engines={running.cluster.min_engines} engines, so none can be replaced "
-            "alone; deploy the application with the new configuration (serve deploy), which "
-            "replaces the whole cluster, or deploy a second cluster and move the requests there"
+            f"{str(running.parallel.expert).lower()}): engines that share experts form one group "
+            "that runs each step together: all of them must have the same weights, dtype, layout "
+            "and steps in flight, and each engine has reserved memory for the experts of "
+            f"cluster.min_engines={running.cluster.min_engines} engines, so they cannot be "
+            "replaced one after the other; deploy the application with the new configuration "
+            "(serve deploy), which replaces the whole cluster, or deploy a second cluster and "
+            "move the requests there"
         )
 
 
@@ -190,8 +193,8 @@ def _check_folders(old: ModelConfig, new: ModelConfig) -> None:
     for path in (old.path, new.path) if old.path != new.path else ():
         if not Path(path).is_dir():
             raise UpgradeRefused(
-                f"model.path={path!r} is no folder here: whether its tokenizer is that of the "
-                "cluster cannot be known; download it to a folder on every host"
+                f"model.path={path!r} is not a folder on this host, so its tokenizer cannot be "
+                "compared with that of the cluster; download the model to a folder on every host"
             )
 
 
@@ -207,7 +210,7 @@ def _compare_text(old: ModelConfig, new: ModelConfig) -> None:
     differ = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     if differ:
         raise UpgradeRefused(
-            f"{', '.join(differ)} of {new.path} differ from those of {old.path}, by which the "
-            "ingresses of this cluster read and write text: all versions have the same; deploy a "
-            "second cluster for another tokenizer"
+            f"{', '.join(differ)} of {new.path} differ from those of {old.path}, which the "
+            "ingresses of this cluster use to read and write text, so all versions must have the "
+            "same; deploy a second cluster for another tokenizer"
         )

@@ -100,7 +100,7 @@ class Upgrader:
         if reason := await self._placement.refusal(Version.of(0, config_hash, config), target):
             raise UpgradeRefused(reason)
         if self._is_saving:
-            raise UpgradeRefused("another upgrade is being requested: try again in some seconds")
+            raise UpgradeRefused("another upgrade is being requested: try again in a few seconds")
         in_use = {name for each in self._fleet.view().engines for name in each.versions}
         in_use |= self._needed
         before = self._state
@@ -163,7 +163,9 @@ class Upgrader:
         if plan.gives_way is not None:
             rank = plan.gives_way
             fleet.leave(rank, change.drain_timeout_s)
-            self._log.warning("engine gives way to a version that answers need", rank=rank)
+            self._log.warning(
+                "engine makes room for a version that unfinished answers need", rank=rank
+            )
         if plan.takes_place is not None:
             fleet.starting[plan.takes_place].is_extra = False
         if plan.start is not None:

@@ -119,7 +119,7 @@ class FakeServer:
     async def _scale(self, request: Request) -> Response:
         wanted = (await request.json())["engines"]
         if wanted > 4:
-            message = f"engines={wanted} lies outside of 1 .. 4"
+            message = f"engines={wanted} must be between 1 and 4"
             return JSONResponse({"error": {"message": message}}, 400)
         self.engines = wanted
         return JSONResponse({"status": "accepted"}, 202)

@@ -44,7 +44,7 @@ def test_embeddings_and_their_scores(tmp_path):
             llm.classify("a")
         with pytest.raises(BadRequest, match=r"151 tokens in prompt\[1\]"):
             llm.embed(["a", "b" * 150])
-        with pytest.raises(ValueError, match="2 texts have no pairs with 3"):
+        with pytest.raises(ValueError, match="data_1 has 2 texts and data_2 has 3"):
             llm.score(["a", "b"], ["c", "d", "e"])
         llm.check_idle()
 

@@ -179,7 +179,7 @@ def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "ports"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ConfigError, match="is not this user's alone"):
+    with pytest.raises(ConfigError, match="belongs to another user"):
         PortClaims(folder).check("127.0.0.1", PORT, lambda _: False)
 
 

@@ -98,7 +98,7 @@ def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_
     other = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
     pids = {engine["pid"] for engine in running.get("/admin/cluster").json()["engines"]}
     same = upgrade(running.url, NANO)
-    assert same.returncode == 1 and "has this configuration already" in same.stderr
+    assert same.returncode == 1 and "already has this configuration" in same.stderr
 
     def change() -> None:
         done = upgrade(running.url, other, "cluster.drain_timeout_s=5")

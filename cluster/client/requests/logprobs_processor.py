@@ -59,7 +59,7 @@ class LogprobsProcessor:
         if self._outputs is None:
             return []
         if len(outputs) != num_tokens:
-            raise ValueError(f"an engine gave {num_tokens} tokens and {len(outputs)} logprobs")
+            raise ValueError(f"an engine returned {num_tokens} tokens but {len(outputs)} logprobs")
         return outputs
 
     def add(self, token_logprobs: TokenLogprobs, offset: int, *, at_beginning: bool) -> None:

@@ -184,12 +184,12 @@ class RequestState:
             self.unread_attempts += self.unread
         if self.failed_attempts >= MAX_FAILED_ATTEMPTS:
             raise EngineGone(
-                f"given up after {self.failed_attempts} engines in a row were lost while they "
-                f"computed it, before they gave it a token (engines {self.ranks}): {reason}"
+                f"gave up after {self.failed_attempts} engines in a row were lost while they "
+                f"computed the request, before its next token (engines {self.ranks}): {reason}"
             )
         if self.unread_attempts > MAX_UNREAD_ATTEMPTS:
             raise EngineGone(
-                f"given up after the outputs of {self.unread_attempts} attempts in a row could not "
+                f"gave up after the outputs of {self.unread_attempts} attempts in a row could not "
                 f"be handled (engines {self.ranks}): {reason}"
             )
 

@@ -40,7 +40,8 @@ class RoutedExpertsCollector:
                 if begin > len(self._data):
                     known = len(self._data) // extra.token_bytes
                     raise ValueError(
-                        f"an engine gave the experts of token {extra.start}, and {known} are known"
+                        f"an engine returned the experts from token {extra.start} on, but those "
+                        f"of {known} tokens are known"
                     )
                 self._data[begin : begin + len(extra.data)] = extra.data
                 self._last = extra

@@ -140,8 +140,8 @@ class Admission:
             name, limit, code = "tokens", self._max_tokens, "too_many_waiting_tokens"
             count = backlog.tokens + backlog.own_tokens
         raise TooManyWaiting(
-            f"{count} {name} wait already, and serve.max_waiting_{name}={limit}; try again in "
-            f"{retry_s} s",
+            f"{count} {name} already wait, and the limit is serve.max_waiting_{name}={limit}; try "
+            f"again in {retry_s} s",
             code,
             retry_s,
         )

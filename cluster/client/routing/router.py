@@ -146,13 +146,13 @@ class Router:
         that any engine can read the KV of the prompt. Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
-            raise NoEngine(f"engine {rank} takes no requests; active: {active}")
+            raise NoEngine(f"engine {rank} does not accept requests; active engines: {active}")
         candidates = self._candidates(version, len(token_ids) + max_tokens)
         of_role = self._of_role(candidates, role)
         candidates = of_role if of_role.ranks else candidates
         if not candidates.ranks:
             which = "engine" if version is None else f"engine of version {version}"
-            raise NoEngine(f"no {which} takes requests now")
+            raise NoEngine(f"no {which} accepts requests now")
         prompt = PromptBlocks(token_ids, self._block_tokens, salt)
         if rank is None:
             rank = self._pick(request_id, prompt, candidates)

@@ -177,7 +177,7 @@ class Fleet:
             handles = [handle for handle in handles if not handle.leaving]
             failures: dict[int, Exception] = {
                 handle.rank: StartFailed(
-                    f"it ended before it joined: {handle.ended}", permanent=False
+                    f"it terminated before it joined: {handle.ended}", permanent=False
                 )
                 for handle in handles
                 if handle.ended is not None

@@ -369,7 +369,7 @@ class Placement:
 
     def _tag(self, version: Version) -> str:
         contact = self._coordinator.contact
-        assert contact is not None, "the coordinator is opened first"
+        assert contact is not None, "the coordinator must be opened first"
         return actor_names.engine_tag(version.weights_lineage, contact.keys.public.hex())
 
 
@@ -391,7 +391,7 @@ def _explain(error: BaseException, handle: EngineHandle) -> StartFailed:
             permanent=False,
         )
     if isinstance(cause, ActorDied | ActorUnavailable):
-        return StartFailed(f"engine {rank} did not start: its process ended", permanent=False)
+        return StartFailed(f"engine {rank} did not start: its process terminated", permanent=False)
     text = (str(cause).strip().splitlines() or [""])[-1]
     reason = f"engine {rank} did not start: {type(cause).__name__}: {text}"
     return StartFailed(reason, permanent=False)

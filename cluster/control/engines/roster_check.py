@@ -70,12 +70,12 @@ class RosterCheck:
         try:
             await self._placement.refresh(handle)
             if handle.ready is not None and handle.ready.version != handle.version_name:
-                return f"it runs {handle.ready.version}, and not {handle.version_name}"
+                return f"it runs {handle.ready.version}, not {handle.version_name}"
             async with fleet.group_change_lock:
                 if fleet.engines.get(handle.rank) is handle:  # it was not detached meanwhile
                     for failure in (await fleet.join([handle])).values():
                         if isinstance(failure, StartFailed | ActorRaised):
                             raise failure
         except Exception as error:
-            return f"it is not in the roster, and cannot be: {type(error).__name__}: {error}"
+            return f"it is not in the roster and cannot join: {type(error).__name__}: {error}"
         return None

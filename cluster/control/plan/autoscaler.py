@@ -79,10 +79,10 @@ def recommend(load: Load, target: int, config: AutoscalingConfig, max_rows: int)
         return Recommendation(max(target, more), reason)
     fitting = _fitting(load, config, max_rows)
     if max(latencies)[0] > LOW or fitting >= target:
-        return Recommendation(target, "the engines that serve carry the load")
+        return Recommendation(target, "the current engines can handle the load")
     return Recommendation(
         max(fitting, math.ceil(load.engines / _FACTOR)),
-        f"{load.running} requests run, with {load.kv_usage:.0%} of the KV blocks",
+        f"{load.running} requests run and use {load.kv_usage:.0%} of the KV blocks",
     )
 
 

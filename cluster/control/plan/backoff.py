@@ -74,10 +74,10 @@ class MissingEngine:
         again = f"in {self.next_try_s:.0f} s" if self.next_try_s else "now"
         if self.dying:
             return (
-                f"engine {self.rank} dies again and again ({self.times} times), the last time "
-                f"because: {self.reason}; it is started again {again}"
+                f"engine {self.rank} has died {self.times} times in a row, last because: "
+                f"{self.reason}; it is restarted {again}"
             )
-        return f"{self.reason} (tried {self.times} times; tried again {again})"
+        return f"{self.reason} (tried {self.times} times; next try {again})"
 
 
 @dataclass(frozen=True)

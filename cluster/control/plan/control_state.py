@@ -27,7 +27,7 @@ from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.manager_state import Sleep
 
-TAKEN_OVER = "another manager has taken over meanwhile: send the request again"
+TAKEN_OVER = "another manager has taken over in the meantime: send the request again"
 
 
 class ScaleRefused(ValueError):
@@ -141,7 +141,7 @@ def scale(
         raise ScaleRefused(TAKEN_OVER)
     if engines != _within(engines, limits):
         raise ScaleRefused(
-            f"engines={engines} lies outside of cluster.min_engines={limits.min_engines} .. "
+            f"engines={engines} must be between cluster.min_engines={limits.min_engines} and "
             f"cluster.max_engines={limits.max_engines}"
         )
     change = _settle(state.change, fleet)
@@ -167,12 +167,12 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
             raise ScaleRefused(f"there is no engine {rank}; engines: {fleet.staying}")
         case Intent.MOVE:
             raise ScaleRefused(
-                f"engine {rank} leaves already: its host is taken away, and another one is started "
-                "in its place"
+                f"engine {rank} is already leaving: its host is being removed, and another engine "
+                "is started in its place"
             )
         case Intent.RELOAD:
             raise ScaleRefused(
-                f"engine {rank} is getting the weights of another version: try again when it serves"
+                f"engine {rank} is loading the weights of another version: try again when it serves"
             )
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
@@ -183,8 +183,8 @@ def check_awake(state: ControlState) -> None:
     """Raises ScaleRefused if engines sleep: they would need their memory to load other weights."""
     if state.sleep.level:
         raise ScaleRefused(
-            f"the engines sleep (level {state.sleep.level}), and would take their memory again to "
-            "read weights: wake them first (POST /admin/wake)"
+            f"the engines sleep (level {state.sleep.level}), and loading weights would use the "
+            "memory that they have freed: wake them first (POST /admin/wake)"
         )
 
 
@@ -281,7 +281,8 @@ def on_failed(
         change,
         target=back,
         stage=ChangeStage.FAILED,
-        error=f"{missed} engines were not reached, the target is {back}: {reason}",
+        error=f"the cluster could not grow to {missed} engines, and the target is {back} again: "
+        f"{reason}",
         missed=missed,
     )
     return replace(state, change=change, backoff=Backoff())

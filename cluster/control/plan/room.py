@@ -50,17 +50,17 @@ def refusal(config: Config, nodes: Sequence[Mapping[str, float]], engines: int) 
         needed, there = amount * count * engines, sum(node.get(name, 0.0) for node in nodes)
         if needed > there + _EPSILON:
             return (
-                f"no room for {all_engines}: their {workers} workers need {needed:g} "
-                f"{name}, and the Ray cluster has {there:g}"
+                f"no room for {all_engines}: their {workers} workers need {needed:g} {name}, but "
+                f"the Ray cluster has {there:g}"
             )
         room = sum(int((node.get(name, 0.0) + _EPSILON) // amount) for node in nodes)
         if room < engines * count:
             together = workers // (engines * count)
             hosts = ", ".join(f"{node.get(name, 0.0):g}" for node in nodes)
             return (
-                f"no room for {all_engines}: {together} workers of each must share a host "
-                f"(tensor ranks, or all of executor inproc) and need {amount:g} {name} there; "
-                f"the hosts have {hosts}, room for {room} of {engines * count}"
+                f"no room for {all_engines}: {together} workers of each must share a host (tensor "
+                f"ranks, or all of executor inproc) and need {amount:g} {name} there; the hosts "
+                f"have {hosts}, which is room for {room} of {engines * count}"
             )
     return None
 

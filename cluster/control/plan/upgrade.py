@@ -142,12 +142,12 @@ def begin(
     wanted = record.get(record.wanted)
     if in_place:
         if _beside_weights(config) != _beside_weights(wanted.config):
-            raise UpgradeRefused("another version was requested meanwhile: try again")
+            raise UpgradeRefused("another version was requested in the meantime: try again")
         config_hash = _known_config_hash(record, wanted.weights_lineage, config) or config_hash
     if config_hash == wanted.config_hash:
         raise UpgradeRefused(
-            f"version {wanted.name} has this configuration already (upgrade: {record.phase}); "
-            "other weights need another model.path"
+            f"version {wanted.name} already has this configuration (upgrade: {record.phase}); to "
+            "load other weights, set another model.path"
         )
     fallback = record.get(_fallback(record))
     if len(in_use) >= MAX_VERSIONS and config_hash != fallback.config_hash:
@@ -255,7 +255,7 @@ def on_failure(
         if target > 1 or not state.is_untried:
             record = replace(record, in_place=True)
             return replace(state, record=record, no_room_beside=failure.version), True
-        reason = "; an upgrade of one engine needs room for a second one beside it"
+        reason = "; the upgrade of a cluster with one engine needs room for a second engine"
         failure = replace(failure, reason=failure.reason + reason)
     elif failure.no_room:
         state = replace(state, no_room=state.no_room + 1)
@@ -304,7 +304,9 @@ def _roll_back(state: UpgradeState, reason: str | None) -> UpgradeState:
     """Give up the target version for the previous one. `reason`: why; None: an operator requested
     it."""
     record, is_cancelled = state.record, reason is None
-    text = f"version {record.wanted} did not become ready, so version {record.previous} is wanted "
+    text = (
+        f"version {record.wanted} did not become ready, so version {record.previous} is the target "
+    )
     return UpgradeState(
         replace(
             record,

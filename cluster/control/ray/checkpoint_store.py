@@ -66,7 +66,7 @@ class CheckpointStore:
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
         """Replace this manager's checkpoint. Requires `take_over`."""
-        assert self._checkpoint, "a manager takes over first"
+        assert self._checkpoint, "a manager must take over first"
         await self._put(self._checkpoint, checkpoint)
 
     async def _checkpoint_keys(self) -> list[bytes]:

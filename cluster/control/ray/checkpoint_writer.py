@@ -77,7 +77,7 @@ class CheckpointWriter:
         again = f"in {wait_s:.0f} s" if wait_s else "now"
         return (
             f"Ray's GCS has not answered for {now - self._silent_since:.0f} s: no engine can be "
-            f"started or ended; it is asked again {again}"
+            f"started or stopped; the next try is {again}"
         )
 
     def manager_id(self) -> ManagerId:

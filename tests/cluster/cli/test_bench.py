@@ -92,7 +92,10 @@ def test_a_cut_stream_is_a_failure(
     [
         (b'{"choices":[]}', "no usage"),
         (b'{"choices":[],"usage":null}', "no usage"),
-        (b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}', "received 4 tokens, requested 5"),
+        (
+            b'{"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":4}}',
+            "received 4 tokens, requested 5",
+        ),
     ],
 )
 def test_a_stream_without_the_right_usage_is_a_failure(end: bytes, error: str) -> None:

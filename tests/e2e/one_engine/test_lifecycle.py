@@ -434,7 +434,8 @@ def test_serve_run_deploys_the_same_app():
         try:
             request_until_ready("http://127.0.0.1:8000", process)
             deadline = time.monotonic() + SOON_S
-            while not (found := [line for line in list(lines) if "; ours is " in line]):
+            shown = "the ingresses listen on port "
+            while not (found := [line for line in list(lines) if shown in line]):
                 assert time.monotonic() < deadline, "".join(lines)
                 time.sleep(0.1)
             request_until_ready("http://127.0.0.1:" + found[0].split()[-1], process)

@@ -27,7 +27,7 @@ again."""
 CHANGES_S = 1200.0
 """The longest time after the last fault and arrival for which operator changes extend the run: a
 request that is repeated for longer will never be answered."""
-_GIVEN_UP = re.compile("engines in a row were lost (while they computed it|in its steps)")
+_GIVEN_UP = re.compile("engines in a row were lost (while they computed the request|in its steps)")
 _POISON = "poison"
 ROUTED, FINISHED = JourneyEventType.ROUTED, JourneyEventType.FINISHED
 _SETTLE_S = 2 * HEARTBEAT_S

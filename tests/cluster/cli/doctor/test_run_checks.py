@@ -237,7 +237,7 @@ FAULTS = [
         changed(ON_GPUS, config=config(parallel__data=4)),
         "room",
         (),
-        "4 workers need 4 GPU, and the Ray cluster has 3",
+        "4 workers need 4 GPU, but the Ray cluster has 3",
     ),
     Fault(
         changed(ON_GPUS, config=config(parallel__tensor=2)),
@@ -245,7 +245,7 @@ FAULTS = [
         (),
         "must share a host",
     ),
-    Fault(NOT_ALL_FREE, "free-resources", (), "counting what is free: no room for"),
+    Fault(NOT_ALL_FREE, "free-resources", (), "counting the free resources: no room for"),
     Fault(NOWHERE_TOGETHER, "free-resources", (), "must share a host"),
     Fault(
         with_host(HEALTHY, 1, ray=ray(token_authentication=False)),

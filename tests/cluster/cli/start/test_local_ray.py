@@ -178,7 +178,9 @@ def test_a_device_that_is_not_here_is_refused_before_ray_starts(
     is_here = gpus > 0 and visible != []
     assert fake.attempts == int(is_here)
     assert (
-        "Ray was started" if is_here else "model.device=cuda, but the driver shows no GPU on this machine"
+        "Ray was started"
+        if is_here
+        else "model.device=cuda, but the driver shows no GPU on this machine"
     ) in last
     assert is_here or len(lines) == 1
 

@@ -97,7 +97,7 @@ def test_all_that_the_home_would_keep_is_in_the_private_folder(
     assert found["home"] == (str(public) if home == str(public) else f"{folder}/home")
     assert found["user"] == f"uid-{UID}"
     (line,) = (line for line in lines if "Ray's token" in line)
-    assert f"are in {folder} and end with this start; set SWELL_CACHE" in line
+    assert f"are in {folder}, which is removed at the end; set SWELL_CACHE" in line
     assert "this account has no home" in line or "cannot be written" in line
     assert not Path(folder).exists()
 

@@ -192,7 +192,7 @@ def test_an_ingress_that_is_there_before_any_engine_keeps_requests_for_one(folde
         await until(lambda: llm._num_early == 2)
         refused = await cluster.client.post("/v1/completions", json=body([8], 5))
         assert refused.json()["error"]["code"] == "no_engine"
-        assert "2 requests wait" in refused.json()["error"]["message"]
+        assert "2 requests already wait" in refused.json()["error"]["message"]
         await cluster.join(0)
         answer = await early
         assert answer.status_code == 200, answer.text

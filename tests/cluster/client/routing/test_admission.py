@@ -63,7 +63,9 @@ def test_a_request_may_wait_below_the_bound_and_not_at_it():
     one.check(Backlog(requests=60, own_requests=39), 10.0)
     error = refusal(one, Backlog(requests=60, own_requests=40))
     assert error.code == "too_many_waiting_requests"
-    assert "100 requests wait" in str(error) and "serve.max_waiting_requests=100" in str(error)
+    assert "100 requests already wait" in str(error) and "serve.max_waiting_requests=100" in str(
+        error
+    )
     one.check(Backlog(requests=60, own_requests=39), 10.0)
 
 

@@ -209,9 +209,9 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
     [
         (ActorRaised(ConfigError("no such model")), True, "no such model"),
         (ActorRaised(RuntimeError("first line\nlast line")), False, "RuntimeError: last line"),
-        (ActorRaised(ActorDied("a worker")), False, "its process ended"),
-        (ActorDied("the engine"), False, "its process ended"),
-        (ActorUnavailable("the engine"), False, "its process ended"),
+        (ActorRaised(ActorDied("a worker")), False, "its process terminated"),
+        (ActorDied("the engine"), False, "its process terminated"),
+        (ActorUnavailable("the engine"), False, "its process terminated"),
         (GcsUnavailable("no answer"), False, "GcsUnavailable: no answer"),
         (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
     ],

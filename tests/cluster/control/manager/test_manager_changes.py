@@ -302,7 +302,7 @@ def test_a_host_that_goes_away_takes_its_engine_without_a_drain() -> None:
         await harness.start()
         harness.placement.draining = {"spot": 1000.0}
         await asyncio.sleep(START_S / 2)
-        with pytest.raises(ScaleRefused, match="engine 1 leaves already: its host"):
+        with pytest.raises(ScaleRefused, match="engine 1 is already leaving: its host"):
             harness.manager.drain(1)
 
     run(scenario, data=2)

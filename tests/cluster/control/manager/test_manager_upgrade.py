@@ -80,7 +80,7 @@ def test_one_engine_is_not_replaced_without_room_beside_it() -> None:
         assert await watched(harness, upgrade(harness)) == (1, 1)
         assert harness.versions == [OLD]
         described = (await harness.manager.describe())["upgrade"]
-        assert described["phase"] == "failed" and "room for a second one" in described["error"]
+        assert described["phase"] == "failed" and "room for a second engine" in described["error"]
 
     run(scenario)
 

@@ -124,7 +124,7 @@ def test_an_update_is_cancelled_by_the_weights_before() -> None:
         await harness.settle()
         assert harness.versions == [NEW] * 3 and processes(harness) == before
         assert harness.manager.upgrader.record.phase == "cancelled"
-        with pytest.raises(ScaleRefused, match="has this configuration already"):
+        with pytest.raises(ScaleRefused, match="already has this configuration"):
             await harness.update_weights("step")
 
     run(scenario, data=3)
@@ -349,7 +349,7 @@ def test_weights_for_another_configuration_than_the_wanted_one_are_refused() -> 
             msgspec.structs.replace(harness.config, model=each) for each in (other, weights)
         )
         await harness.manager.upgrade("other", upgrade)
-        with pytest.raises(ScaleRefused, match="another version was requested meanwhile"):
+        with pytest.raises(ScaleRefused, match="another version was requested in the meantime"):
             await harness.manager.upgrade("step", update, in_place=True)
         await harness.settle()
         assert harness.versions == ["2-other"] * 2
@@ -412,7 +412,7 @@ def test_an_engine_that_gets_weights_is_not_drained() -> None:
         harness.coordinator.reports[1] = busy(1)
         await harness.update_weights("step")
         await until(lambda: harness.active == [0])
-        with pytest.raises(ScaleRefused, match="engine 1 is getting the weights"):
+        with pytest.raises(ScaleRefused, match="engine 1 is loading the weights"):
             harness.manager.drain(1)
         harness.coordinator.reports.clear()
         await harness.settle()

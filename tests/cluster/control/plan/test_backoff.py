@@ -34,7 +34,7 @@ def test_engines_that_die_early_are_reported_although_each_start_succeeds() -> N
         backoff = backoff.died(0, 1.0, 10.0 * death, "no memory")
     missing = backoff.worst_missing_engine([], 10.0 * MAX_DEATHS)
     assert backoff.exhausted(0) and missing is not None
-    for part in ("engine 0 dies again", f"{MAX_DEATHS + 1} times", "no memory", "again in 8 s"):
+    for part in ("engine 0 has died", f"{MAX_DEATHS + 1} times", "no memory", "restarted in 8 s"):
         assert part in str(missing)
     assert backoff.worst_missing_engine([0], 10.0 * MAX_DEATHS) is None, "it lives"
 
@@ -73,10 +73,8 @@ def test_failed_starts_are_reported_and_one_success_forgets_them() -> None:
     for _ in range(MAX_FAILURES - 1):
         backoff = backoff.failed(0, 0.0, "no room")
     assert backoff.exhausted(0)
-    assert (
-        str(backoff.worst_missing_engine([], 0.0)) == "no room (tried 5 times; tried again in 4 s)"
-    )
-    assert str(backoff.worst_missing_engine([], 9.0)) == "no room (tried 5 times; tried again now)"
+    assert str(backoff.worst_missing_engine([], 0.0)) == "no room (tried 5 times; next try in 4 s)"
+    assert str(backoff.worst_missing_engine([], 9.0)) == "no room (tried 5 times; next try now)"
 
 
 def test_what_cannot_succeed_is_reported_at_once_and_tried_again_all_the_same() -> None:

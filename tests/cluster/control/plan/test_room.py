@@ -38,10 +38,10 @@ def test_room_is_counted_in_whole_bundles_of_a_host() -> None:
     assert refusal(pairs, hosts, 2) is None
     assert refusal(pairs, hosts, 3) == (
         "no room for 3 engines: 2 workers of each must share a host (tensor ranks, or all of "
-        "executor inproc) and need 2 GPU there; the hosts have 3, 3, 0, room for 2 of 3"
+        "executor inproc) and need 2 GPU there; the hosts have 3, 3, 0, which is room for 2 of 3"
     )
     assert refusal(pairs, hosts, 4) == (
-        "no room for 4 engines: their 8 workers need 8 GPU, and the Ray cluster has 6"
+        "no room for 4 engines: their 8 workers need 8 GPU, but the Ray cluster has 6"
     )
 
 
