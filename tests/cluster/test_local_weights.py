@@ -353,7 +353,9 @@ def test_a_model_that_samples_does_not_become_one_that_pools(
     config = json.loads((pools / "config.json").read_text())
     (pools / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     with engine(old) as llm:
-        with pytest.raises(ValueError, match=r"gives vectors of 128 .* served text"):
+        with pytest.raises(
+            ValueError, match=r"returns vectors of 128 .* served model returns text"
+        ):
             llm.update_weights(pools)
         assert answers(llm) == expected["old"]
 

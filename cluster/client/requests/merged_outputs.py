@@ -7,7 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from swell.cluster.client.requests.outputs import Event, RequestOutput, RequestOutputKind
+from swell.cluster.client.requests.outputs import (
+    CompletionOutput,
+    Event,
+    RequestOutput,
+    RequestOutputKind,
+)
 from swell.cluster.client.requests.parallel_sampling import merge_outputs, select_best_of
 from swell.cluster.client.requests.request_state import RequestFailed, RequestInvalid, RequestState
 from swell.cluster.text.params.sampling_params import SamplingParams
@@ -132,15 +137,19 @@ class MergedOutputs:
     def _add(self, number: int, output: RequestOutput, batch: OutputBatch) -> None:
         if output.finished:
             del self._unfinished[number]
-        answer = output.outputs[0]
-        if answer.finish_reason in ("error", "invalid"):
+        answer, error = output.outputs[0], _failure(output.outputs[0])
+        if error is not None:
             self.failed_output = self.failed_output or output
-            if answer.finish_reason == "invalid":
-                raise RequestInvalid(str(answer.stop_reason))
-            raise RequestFailed(str(answer.stop_reason or "the request failed"))
+            if not (self._is_delta and answer.text):
+                raise error
+            # The reader was late, and the failure was merged with the text before it.
+            before = msgspec.structs.replace(answer, finish_reason=None, stop_reason=None)
+            output = msgspec.structs.replace(output, finished=False, outputs=[before])
         merged = self._merge(number, output)
         if merged is not None:
             batch.append((number, merged))
+        if error is not None:
+            raise error
 
     def _merge(self, number: int, output: RequestOutput) -> RequestOutput | None:
         """Adds an output of one request; returns what the client gets, or None."""
@@ -164,6 +173,16 @@ class MergedOutputs:
         whole = merge_outputs([self._outputs[one] for one in numbers if one in self._outputs])
         whole.finished = finished
         return select_best_of(whole, self._params) if self._is_best_of else whole
+
+
+def _failure(answer: CompletionOutput) -> Exception | None:
+    """Returns the error of an answer that failed."""
+    match answer.finish_reason:
+        case "invalid":
+            return RequestInvalid(str(answer.stop_reason))
+        case "error":
+            return RequestFailed(str(answer.stop_reason or "the request failed"))
+    return None
 
 
 class OutputsInTurn(MergedOutputs):

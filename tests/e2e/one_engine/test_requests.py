@@ -225,7 +225,7 @@ def test_a_request_id_goes_out_as_it_came_in(cluster: Cluster) -> None:
         ({"n": 3, "best_of": 2}, ["best_of=2", "n=3"]),
         ({"logprobs": 21}, ["logprobs=21", "20"]),
         ({"logit_bias": {"99999": 1}}, ["99999", "0 .. 319"]),
-        ({"stop": [""]}, ["stop[0]", "not empty"]),
+        ({"stop": [""]}, ["stop[0]", "non-empty string"]),
         ({"stop": ["x" * 2000]}, ["stop[0]", "1024"]),
         (
             {"structured_outputs": {"json": {"$ref": "https://example.com/s.json"}}},

@@ -235,7 +235,9 @@ def test_a_part_that_is_missing_is_named(served: Any, tmp_path: Path) -> None:
     for lost in ("hnorm", "post_attention_layernorm", "shared_head.norm"):
         folder = tmp_path / lost
         _without(served("llama"), folder, f"layers.4.{lost}")
-        with pytest.raises(ConfigError, match=rf"drafts\.method=mtp: .*have no tensor.*layers\.4\.{lost}"):
+        with pytest.raises(
+            ConfigError, match=rf"drafts\.method=mtp: .*have no tensor.*layers\.4\.{lost}"
+        ):
             drafting(str(folder))
 
 

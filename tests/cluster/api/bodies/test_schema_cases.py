@@ -119,7 +119,7 @@ def errors(server: InProcessServer) -> str:
 
 DEAD_END, DEAD_END_TOKENS = "dead end", 6
 SCHEMA = {"const": f"{DEAD_END} {'a' * 40}"}
-WHY = f"behind {DEAD_END_TOKENS} tokens none of the model's"
+WHY = f"after {DEAD_END_TOKENS} tokens, none of the model's"
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
@@ -202,7 +202,7 @@ def test_a_stream_whose_schema_ends_midway_ends_with_an_error(
     before = ended(nano)
     body = {"model": "nano", "stream": True, **dead_bodies()[path]}
     answer = nano.client.post(path, json=body)
-    assert answer.status_code == 200
+    assert answer.status_code == 200, answer.text
     lines = [line.partition("data: ")[2] for line in answer.text.split("\n")]
     events = [json.loads(line) for line in lines if line.startswith("{")]
     said, last = events[:-1], events[-1]

@@ -17,7 +17,12 @@ from swell.cluster.client.requests.outputs import (
     RequestOutputKind,
     TokenQueue,
 )
-from swell.cluster.client.requests.request_state import EngineGone, RequestFailed, RequestState
+from swell.cluster.client.requests.request_state import (
+    EngineGone,
+    RequestFailed,
+    RequestInvalid,
+    RequestState,
+)
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreRequest
@@ -131,6 +136,20 @@ def test_a_failure_comes_behind_an_output_of_its_request_that_was_not_taken():
         reader = MergedOutputs([one], SamplingParams(), DELTA)
         assert await after(reader, (one, output("x")), (one, EngineGone("no more"))) == [(0, "x")]
         with pytest.raises(EngineGone, match="no more"):
+            await asyncio.wait_for(anext(reader), DEADLINE_S)
+
+    asyncio.run(read())
+
+
+@pytest.mark.parametrize("reason", ["error", "invalid"])
+def test_a_failed_output_does_not_replace_the_text_before_it(reason: str):
+    async def read() -> None:
+        (one,) = states(1)
+        reader = MergedOutputs([one], SamplingParams(), DELTA)
+        failed = output("", finished=True)
+        failed.outputs[0].finish_reason, failed.outputs[0].stop_reason = reason, "no memory"
+        assert await after(reader, (one, output("x")), (one, failed)) == [(0, "x")]
+        with pytest.raises((RequestFailed, RequestInvalid), match="no memory"):
             await asyncio.wait_for(anext(reader), DEADLINE_S)
 
     asyncio.run(read())
