@@ -145,6 +145,7 @@ class ScriptedCluster:
             repairs=0,
             _resets=0,
             _progress_at_forming=0,
+            _is_repairing=False,
             _coordinator_client=SimpleNamespace(roster_epoch=self.roster.epoch),
         )
         return EngineServer._report(engine)  # type: ignore[arg-type]
