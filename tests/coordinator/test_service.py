@@ -162,7 +162,7 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
     assert owned.other_threads == []
 
 
-@pytest.mark.parametrize("part", ["tick", "view"])
+@pytest.mark.parametrize("part", ["tick", "_reports"])
 def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
     """A failure outside of any message terminates the coordinator; Ray starts another process."""
 

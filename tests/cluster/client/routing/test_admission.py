@@ -74,7 +74,9 @@ def test_tokens_have_a_bound_of_their_own():
     one.check(Backlog(1, 4000, 1, 999), 10.0)
     error = refusal(one, Backlog(1, 4000, 1, 1000))
     assert error.code == "too_many_waiting_tokens"
-    assert "5000 tokens already wait" in str(error) and "serve.max_waiting_tokens=5000" in str(error)
+    assert "5000 tokens already wait" in str(error) and "serve.max_waiting_tokens=5000" in str(
+        error
+    )
 
 
 @given(limit=st.integers(1, 50), ingresses=st.integers(1, 5), reported=st.integers(0, 60))

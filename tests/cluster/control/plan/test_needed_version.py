@@ -288,9 +288,9 @@ def test_a_larger_version_gets_the_room_of_several(sends: bool) -> None:
         placement = harness.placement
         reserve: Callable = placement._reserve
 
-        async def reserve_two(handle) -> None:
+        async def reserve_two(handle, on_waiting) -> None:
             placement.capacity = 1 if handle.version_name == OLD else 2
-            await reserve(handle)
+            await reserve(handle, on_waiting)
 
         placement._reserve = reserve_two  # type: ignore[method-assign]
         answer = ingress.begin(OLD, 10.0)
