@@ -27,7 +27,7 @@ print(child.pid, flush=True)
 """
 TEST_PROCESS = f"""
 import subprocess, sys, time
-from tests import reaper
+from tests.support import reaper
 assert reaper.start() is reaper.start()
 reaper.run_at_the_end(["touch", sys.argv[2]])
 subprocess.run([sys.executable, "-c", {STARTS_ANOTHER!r}, sys.argv[1]], start_new_session=True)

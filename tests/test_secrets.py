@@ -44,6 +44,7 @@ NO_SECRETS: dict[tuple[str, str], str] = {
     ("cluster/client/routing/prompt_blocks.py", "salt"): "the same",
     ("engine/kv/block_hash.py", "salt"): "the same",
     ("*", "block_hashes"): "of a prefix: an index alone has them",
+    ("engine/kv/*.py", "block_hash"): "the same",
     ("engine/kv/block_hash.py", "hashes"): "the same",
     ("engine/kv/block_pool.py", "_block_hashes"): "the same",
     ("cluster/client/*.py", "key"): "of a conversation, on a ring of hashes",

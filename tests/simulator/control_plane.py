@@ -243,10 +243,36 @@ class SimIngress:
         await request.follow(self.llm)
 
 
-class ControlPlane:
+class Observers:
+    """The functions that watch a run."""
+
+    def __init__(self) -> None:
+        self.on_view: list[Callable[[SimIngress, ClusterView], None]] = []
+        """Called with each view that an ingress applies."""
+        self.on_poison: list[Callable[[Process], None]] = []
+        """Called when an engine computes a poison request."""
+        self.on_leave: list[Callable[[list[int]], None]] = []
+        """Called when a coordinator is told that engines must leave."""
+        self.on_detach: list[Callable[[list[int]], None]] = []
+        """Called when a coordinator is told to detach engines."""
+        self.on_roster: list[Callable[[Roster, Roster, frozenset[int]], None]] = []
+        """Called when a coordinator changes its roster, with the old and the new one, and the ranks
+        that it keeps although they were leaving."""
+        self.on_command: list[Callable[[ManagerId, ManagerState], None]] = []
+        """Called when a coordinator has executed a command: with the manager that sent it, and the
+        manager's state that the coordinator knew."""
+        self.on_kept: list[Callable[[ManagerState, ManagerState], None]] = []
+        """Called when a coordinator has got a manager's state: with what it knew before, and what
+        it knows now."""
+        self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
+        """Called with each message from an ingress to an engine."""
+
+
+class ControlPlane(Observers):
     """Holds all parts of a scenario except its faults."""
 
     def __init__(self, scenario: Scenario) -> None:
+        super().__init__()
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
         self.config = make_config(
@@ -272,25 +298,6 @@ class ControlPlane:
             partial(SimCoordinator, self),
         )
         self.contact: CoordinatorContact | None = None
-        self.on_view: list[Callable[[SimIngress, ClusterView], None]] = []
-        """Called with each view that an ingress applies."""
-        self.on_poison: list[Callable[[Process], None]] = []
-        """Called when an engine computes a poison request."""
-        self.on_leave: list[Callable[[list[int]], None]] = []
-        """Called when a coordinator is told that engines must leave."""
-        self.on_detach: list[Callable[[list[int]], None]] = []
-        """Called when a coordinator is told to detach engines."""
-        self.on_roster: list[Callable[[Roster, Roster, frozenset[int]], None]] = []
-        """Called when a coordinator changes its roster, with the old and the new one, and the ranks
-        that it keeps although they were leaving."""
-        self.on_command: list[Callable[[ManagerId, ManagerState], None]] = []
-        """Called when a coordinator has executed a command: with the manager that sent it, and the
-        manager's state that the coordinator knew."""
-        self.on_kept: list[Callable[[ManagerState, ManagerState], None]] = []
-        """Called when a coordinator has got a manager's state: with what it knew before, and what
-        it knows now."""
-        self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
-        """Called with each message from an ingress to an engine."""
         self.deployed = 0
         """The weights in the configuration with which Serve starts a manager."""
         self.operator = Operator(self)

@@ -208,15 +208,15 @@ def test_others_are_computed_while_one_is_loaded(
     with serve(llama) as llm:
         llm.load_adapter("all", llama.adapters["all"])
         finished: list[str] = []
-        collect = llm._engine._collect_output
+        take_answer = llm._engine._take_answer
 
-        def note(parents: Any, output: Any, answers: Any) -> None:
-            collect(parents, output, answers)
-            finished.append(output.request_id)
+        def note(id: str, outputs: Any, answers: Any) -> None:
+            take_answer(id, outputs, answers)
+            finished.append(id)
             if len(finished) == 1:
                 may_load.set()
 
-        monkeypatch.setattr(llm._engine, "_collect_output", note)
+        monkeypatch.setattr(llm._engine, "_take_answer", note)
         answers = llm.generate([PROMPTS[0]] * 2, GREEDY, adapter=["all", ""])
         assert ids_of(answers) == [llama.reference[name][0] for name in ("all", "")]
         assert finished == [answers[1].request_id, answers[0].request_id]

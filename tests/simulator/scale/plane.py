@@ -15,7 +15,7 @@ from swell.coordinator.transport.contact import CoordinatorContact
 from swell.engine.executor import ExecutorLimits, Progress
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 from tests.simulator.actors import SimCoordinator, SimEngine
-from tests.simulator.control_plane import ControlPlane, SimIngress
+from tests.simulator.control_plane import ControlPlane, Observers, SimIngress
 from tests.simulator.groups import SimGroups
 from tests.simulator.kernel.kernel import Kernel
 from tests.simulator.kernel.process import Process
@@ -113,6 +113,7 @@ class ScalePlane(ControlPlane):
     """Holds all parts of a scale run except the traffic."""
 
     def __init__(self, engines: int, ingresses: int, seed: int, costs: ChannelCosts) -> None:
+        Observers.__init__(self)
         self.scenario = Scenario(seed, engines, ingresses, False, (), ())
         self.kernel = Kernel(seed)
         self.config = make_config(engines, ingresses)
@@ -121,7 +122,6 @@ class ScalePlane(ControlPlane):
         self.groups = SimGroups(self.kernel, self.net)
         self.load_times = self.kernel.random("load")
         self.engines, self.coordinators = [], []
-        self.on_view, self.on_poison, self.on_leave, self.on_detach = [], [], [], []
         self.provider, self.deployed = None, 0
         nodes = {host: {"CPU": float(engines)} for host in HOSTS}
         make_engine, make_coordinator = partial(ScaleEngine, self), partial(ScaleCoordinator, self)

@@ -395,9 +395,9 @@ def test_block_bytes_and_counts():
     assert kv_cache.count_blocks(share, size, 10 * size, 3) == 3
     fixed = CacheConfig(memory_bytes=7 * size + 1)
     assert kv_cache.count_blocks(fixed, size, 10**12, 100) == 7
-    with pytest.raises(ValueError, match=rf"takes {size} bytes.*memory_bytes=9 .*block_tokens"):
+    with pytest.raises(ValueError, match=rf"needs {size} bytes.*memory_bytes=9 .*block_tokens"):
         kv_cache.count_blocks(CacheConfig(memory_bytes=9), size, 10**12, None)
-    with pytest.raises(ValueError, match=r"memory_fraction=0.5 of 100 free bytes gives 50"):
+    with pytest.raises(ValueError, match=r"memory_fraction=0.5 of 100 free bytes allows 50"):
         kv_cache.count_blocks(share, size, 100, None)
 
 
