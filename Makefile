@@ -34,7 +34,7 @@ SHARED = -n $(PROCESSES) --max-worker-restart 0
 test: setup lint typecheck
 	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow_variants"
 
-# The full grids, of which `make test` runs a part that has all pairs.
+# The full grids, of which `make test` runs a part.
 test-slow: setup
 	$(BIN)/python -m pytest $(SHARED) -m "slow_variants and not gpu"
 
