@@ -95,7 +95,7 @@ def test_a_download_whose_folder_is_gone(tmp_path: Path) -> None:
     [
         (404, {"X-Error-Code": "RepoNotFound"}, "has no such model, or it is private"),
         (403, {"X-Error-Code": "GatedRepo"}, "accept its terms"),
-        (400, {}, "refuses: "),
+        (400, {}, "refused the request: "),
         (0, {}, "did not answer within 0.5 s"),
     ],
 )
