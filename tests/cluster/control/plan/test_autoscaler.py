@@ -189,15 +189,15 @@ def test_laws_of_every_trace(pieces: list[tuple[float, float]], target: int) -> 
     [
         (Load(2, running=20, waiting=3, queue_s=1.5), 3, "wait 1.5 s"),
         (Load(2, running=20, waiting=99, queue_s=60.0), 4, "wait 60.0 s"),
-        (Load(2, running=20, waiting=99, queue_s=60.0, drained_s=9.0), 2, "carry"),
+        (Load(2, running=20, waiting=99, queue_s=60.0, drained_s=9.0), 2, "can handle"),
         (Load(4, running=20, kv_usage=0.9), 5, "90% of the KV"),
         (Load(2, running=5, ttft_s=0.9), 4, "within 0.90 s"),
-        (Load(2, running=5, ttft_s=0.3), 2, "carry"),
+        (Load(2, running=5, ttft_s=0.3), 2, "can handle"),
         (Load(4, running=3, kv_usage=0.1), 2, "3 requests run"),
-        (Load(4, running=22, kv_usage=0.1), 4, "carry"),
-        (Load(4, running=3, kv_usage=0.5), 4, "carry"),
-        (Load(4, running=3, kv_usage=0.1, queue_s=0.8), 4, "carry"),
-        (Load(1), 1, "carry"),
+        (Load(4, running=22, kv_usage=0.1), 4, "can handle"),
+        (Load(4, running=3, kv_usage=0.5), 4, "can handle"),
+        (Load(4, running=3, kv_usage=0.1, queue_s=0.8), 4, "can handle"),
+        (Load(1), 1, "can handle"),
     ],
 )
 def test_what_one_load_wants(load: Load, engines: int, reason: str) -> None:

@@ -200,7 +200,7 @@ def test_the_state_says_that_the_gcs_is_away_and_when_it_is_asked_again() -> Non
         confirming = asyncio.create_task(writer.confirm_leader())
         await asyncio.sleep(25)
         assert "has not answered for 2" in (harness.manager.error or "")
-        assert "asked again in" in ((await harness.manager.describe())["rescale"]["error"] or "")
+        assert "next try is in" in ((await harness.manager.describe())["rescale"]["error"] or "")
         harness.checkpoints.away = False
         assert await confirming and harness.manager.error is None
         await asyncio.sleep(2 * START_S)
