@@ -270,7 +270,7 @@ class SimEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether it has requests, even if nobody awaits them, or must step with its peers."""
+        """Whether the engine has requests, even unread ones, or must step with its peers."""
         return self.server is not None and self.server.core.has_work
 
     def ready(self) -> EngineReady:

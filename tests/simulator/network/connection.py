@@ -177,7 +177,7 @@ class Side:
     # ---------------------------------------------------------------- closing
 
     def close(self, tell: bool = True) -> None:
-        """Closes this side. `tell`: whether the peer is told, after all frames in flight."""
+        """Closes this side. `tell`: whether the peer learns of it, after all frames in flight."""
         if self.closed:
             return
         self.open, self.closed = False, True
