@@ -230,11 +230,11 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     15: {
         "another ingress computes it again with the same seed": (
-            "tests/cluster/api/responses/test_responses_background.py::test_another_ingress_takes_over_what_a_dead_one_computed",
+            "tests/cluster/api/responses/test_responses_background.py::test_another_ingress_takes_over_the_responses_of_a_dead_one",
         ),
         "leaves out the part that the client has": (
             "tests/cluster/api/resumable/test_resumable_streams.py"
-            "::test_a_resumable_answer_is_the_answer_that_its_seed_gives",
+            "::test_a_resumable_answer_equals_the_answer_of_its_seed",
         ),
     },
     16: {

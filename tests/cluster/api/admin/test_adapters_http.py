@@ -67,7 +67,7 @@ def test_the_model_of_a_request_names_an_adapter(tmp_path: Path, route: str) -> 
 
 
 @pytest.mark.parametrize("route", ["/v1/completions", "/v1/chat/completions"])
-def test_each_event_of_a_stream_names_it(tmp_path: Path, route: str) -> None:
+def test_each_event_of_a_stream_names_the_adapter(tmp_path: Path, route: str) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         payload = {**BODIES[route], "model": "one", "stream": True}
@@ -78,7 +78,7 @@ def test_each_event_of_a_stream_names_it(tmp_path: Path, route: str) -> None:
     play(tmp_path, scene)
 
 
-def test_a_salt_is_of_the_adapter_its_files_and_the_request(tmp_path: Path) -> None:
+def test_the_salt_depends_on_adapter_files_and_request(tmp_path: Path) -> None:
     salts: list[str | None] = []
 
     async def scene(cluster: FakeCluster) -> None:
@@ -97,7 +97,7 @@ def test_a_salt_is_of_the_adapter_its_files_and_the_request(tmp_path: Path) -> N
     assert salts[0] == salts[1] != first, "other files under the same name"
 
 
-def test_it_moves_to_another_engine_with_the_request(tmp_path: Path) -> None:
+def test_a_migrated_request_keeps_its_adapter(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([4, 5], 20, model="one"))
@@ -117,7 +117,7 @@ def test_it_moves_to_another_engine_with_the_request(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_a_prefix_that_an_engine_has_for_one_adapter_attracts_no_other(tmp_path: Path) -> None:
+def test_the_router_ignores_prefixes_that_another_adapter_computed(tmp_path: Path) -> None:
     """The ingress predicts cached prefixes by the salt. An equal prompt goes to the engine that
     computed it, unless it is for another adapter."""
 
@@ -139,7 +139,7 @@ def test_a_prefix_that_an_engine_has_for_one_adapter_attracts_no_other(tmp_path:
     play(tmp_path, scene)
 
 
-def test_the_routes_of_models_list_them(tmp_path: Path) -> None:
+def test_the_model_routes_list_adapters(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         listed = (await cluster.client.get("/v1/models")).json()["data"]

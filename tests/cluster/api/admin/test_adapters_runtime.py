@@ -57,7 +57,7 @@ def made(folder: Path, name: str, seed: int = 0, **settings: Any) -> str:
     return str(adapters.make_adapter(folder / name, SHAPES, seed=seed, **settings))
 
 
-def test_an_ingress_that_has_seen_no_view_refuses_no_adapter(tmp_path: Path) -> None:
+def test_an_ingress_without_a_view_holds_requests_for_unknown_adapters(tmp_path: Path) -> None:
     """An ingress that has just started, while the coordinator is silent, holds requests for unknown
     adapters until it has a view."""
 
@@ -80,7 +80,7 @@ def test_an_ingress_that_has_seen_no_view_refuses_no_adapter(tmp_path: Path) -> 
     play(tmp_path, scene, is_silent=True)
 
 
-def test_a_view_without_engines_says_which_adapters_there_are(tmp_path: Path) -> None:
+def test_a_view_without_engines_lists_the_adapters(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await until(lambda: cluster.ingress.llm.has_seen_view)
         answer = await cluster.client.post("/v1/completions", json=body([4, 5], 2, model="none"))
@@ -89,7 +89,7 @@ def test_a_view_without_engines_says_which_adapters_there_are(tmp_path: Path) ->
     play(tmp_path, scene)
 
 
-def test_an_adapter_comes_and_goes(tmp_path: Path) -> None:
+def test_an_adapter_is_loaded_and_unloaded(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         client = cluster.client
         engine = await cluster.join(0)
@@ -125,7 +125,7 @@ def test_an_adapter_comes_and_goes(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_other_files_under_a_name_have_another_salt(tmp_path: Path) -> None:
+def test_different_files_under_one_name_have_different_salts(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0)
         for seed in (1, 1, 2):
@@ -140,7 +140,7 @@ def test_other_files_under_a_name_have_another_salt(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_an_engine_that_joins_later_is_told_with_the_request(tmp_path: Path) -> None:
+def test_a_request_carries_its_adapter_to_an_engine_that_joined_later(tmp_path: Path) -> None:
     """A request carries its adapter to an engine that joined later. A running answer continues with
     its adapter even after that was unloaded."""
 
@@ -161,7 +161,7 @@ def test_an_engine_that_joins_later_is_told_with_the_request(tmp_path: Path) -> 
     play(tmp_path, scene)
 
 
-def test_the_names_are_those_of_the_view(tmp_path: Path) -> None:
+def test_adapter_names_come_from_the_view(tmp_path: Path) -> None:
     """Adapter names come from the published view, so every ingress has them, including one that
     starts later."""
 
@@ -223,7 +223,7 @@ def test_wrong_bodies_are_refused_by_name(tmp_path: Path) -> None:
     play(tmp_path, scene)
 
 
-def test_files_that_do_not_fit_are_refused_before_anything_knows_them(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_refused_before_the_adapter_is_announced(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         cluster.manager.calls.clear()
@@ -238,7 +238,9 @@ def test_files_that_do_not_fit_are_refused_before_anything_knows_them(tmp_path: 
     play(tmp_path, scene)
 
 
-def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_folder_delays_no_other_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An adapter folder on a hanging file system delays only its own request. Only a few folders
     are read at a time."""
     monkeypatch.setattr(adapter_routes, "_FILES_TIMEOUT_S", 0.5)
@@ -273,7 +275,7 @@ def test_folders_that_hang_hold_up_nobody(tmp_path: Path, monkeypatch: pytest.Mo
     play(tmp_path, scene)
 
 
-def test_operators_alone_may(tmp_path: Path) -> None:
+def test_only_operators_may_load_adapters(tmp_path: Path) -> None:
     (tmp_path / "users").write_text("user-key\n")
     (tmp_path / "admins").write_text("admin-key\n")
     loading = {"lora_name": "x", "lora_path": made(tmp_path, "a")}
@@ -296,7 +298,7 @@ def test_operators_alone_may(tmp_path: Path) -> None:
     )
 
 
-def test_without_lora_enabled_it_says_so(tmp_path: Path) -> None:
+def test_a_server_without_lora_refuses_adapters_with_the_reason(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         loading = {"lora_name": "x", "lora_path": made(tmp_path, "a")}
@@ -306,7 +308,7 @@ def test_without_lora_enabled_it_says_so(tmp_path: Path) -> None:
     play(tmp_path, scene, **{"lora.enabled": False})
 
 
-def test_no_more_names_than_there_may_be(tmp_path: Path) -> None:
+def test_adapter_names_beyond_the_limit_are_refused(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         path = made(tmp_path, "a")

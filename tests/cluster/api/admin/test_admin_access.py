@@ -207,7 +207,7 @@ OTHER_PATHS = (
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_http_allows_is_accepted(server: AdminServer, name: str) -> None:
+def test_every_valid_form_of_a_request_is_accepted(server: AdminServer, name: str) -> None:
     """Valid variants are accepted. Otherwise the invalid ones might be refused for another
     reason."""
     assert statuses(server, ACCEPTED[name]) == [202]
@@ -227,14 +227,14 @@ def test_only_the_whole_key_in_its_header_is_accepted(server: AdminServer, name:
 
 
 @pytest.mark.parametrize("name", BAD_HEADS)
-def test_heads_with_two_meanings_are_refused(server: AdminServer, name: str) -> None:
+def test_ambiguous_request_heads_are_refused(server: AdminServer, name: str) -> None:
     data, status = BAD_HEADS[name]
     assert statuses(server, data) == [status]
     assert server.changes() == []
 
 
 @pytest.mark.parametrize("name", SMUGGLED)
-def test_bodies_whose_end_is_disputed_are_refused(server: AdminServer, name: str) -> None:
+def test_bodies_of_ambiguous_length_are_refused(server: AdminServer, name: str) -> None:
     """The bytes after such a body are not parsed as another request."""
     answers = statuses(server, SMUGGLED[name] + request(target=b"/admin/resume"))
     assert len(answers) <= 1 and set(answers) <= {400, 415, 501}
@@ -242,9 +242,7 @@ def test_bodies_whose_end_is_disputed_are_refused(server: AdminServer, name: str
 
 
 @pytest.mark.parametrize("target", OTHER_PATHS, ids=repr)
-def test_a_path_that_is_written_otherwise_is_another_one(
-    server: AdminServer, target: bytes
-) -> None:
+def test_another_spelling_of_an_admin_path_is_not_found(server: AdminServer, target: bytes) -> None:
     """A proxy that blocks `/admin` may compare the raw path, so only the exact spelling reaches the
     admin API."""
     assert statuses(server, request(target=target)) in ([404], [400])
@@ -292,7 +290,7 @@ def test_a_method_in_a_header_is_ignored(server: AdminServer) -> None:
     assert server.changes() == []
 
 
-def test_what_follows_a_refusal_is_not_read(server: AdminServer) -> None:
+def test_bytes_after_a_refused_request_are_not_parsed(server: AdminServer) -> None:
     """If a body is not read, e.g. that of a request without a key, its bytes are not parsed as a
     request."""
     inner = request(target=b"/admin/resume")
@@ -306,7 +304,7 @@ def test_what_follows_a_refusal_is_not_read(server: AdminServer) -> None:
     assert server.changes() == []
 
 
-def test_headers_behind_a_body_are_not_those_of_the_request(server: AdminServer) -> None:
+def test_trailers_of_a_body_do_not_count_as_headers(server: AdminServer) -> None:
     for name in (b"Host: evil.example", b"Origin: http://evil.example", b"Authorization: Bearer x"):
         body = b"2\r\n{}\r\n0\r\n" + name + b"\r\n\r\n"
         assert statuses(server, chunked(body=body)) == [202]
@@ -314,7 +312,7 @@ def test_headers_behind_a_body_are_not_those_of_the_request(server: AdminServer)
 
 
 @pytest.mark.parametrize("route", POSTS[:1], ids=lambda route: route.path)
-def test_an_answer_to_an_untrusted_peer_tells_nothing_of_the_cluster(
+def test_an_answer_to_an_untrusted_peer_reveals_nothing_about_the_cluster(
     server: AdminServer, route: AdminRoute
 ) -> None:
     answers = {
@@ -324,7 +322,7 @@ def test_an_answer_to_an_untrusted_peer_tells_nothing_of_the_cluster(
     assert len(answers) == 1
 
 
-def test_all_keys_are_compared_whichever_is_right(
+def test_all_keys_are_compared_wherever_the_match_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     """Every key is compared, and only digests are compared, so the response time reveals nothing
@@ -345,5 +343,5 @@ def test_all_keys_are_compared_whichever_is_right(
 
 
 @pytest.mark.parametrize("host", [name.decode("latin-1") for name in HOSTS])
-def test_the_name_of_no_strange_host_is_a_known_one(host: str) -> None:
+def test_foreign_host_names_do_not_read_as_localhost(host: str) -> None:
     assert host_name(host) != "localhost"

@@ -70,13 +70,13 @@ by_field = pytest.mark.parametrize(
 )
 
 
-def test_every_admin_route_of_the_application_is_here(server: AdminServer) -> None:
+def test_the_list_of_admin_routes_is_complete(server: AdminServer) -> None:
     assert admin_routes(server.cluster.ingress.app.routes) == ROUTES
     assert len(POSTS) >= 5 and len(GETS) >= 3 and FIELDS
 
 
 @by_route
-def test_a_body_that_is_right_is_accepted(server: AdminServer, route: AdminRoute) -> None:
+def test_a_valid_body_is_accepted(server: AdminServer, route: AdminRoute) -> None:
     """A valid body is accepted. Otherwise the invalid ones might be refused for another reason."""
     method = route.path.rpartition("/")[2]
     for body in (route.valid(), "\ufeff" + route.valid(), f" {route.valid()}\n"):
@@ -180,7 +180,7 @@ NOT_A_BODY: dict[str, bytes] = {
 
 @by_route
 @pytest.mark.parametrize("name", NOT_A_BODY)
-def test_what_is_no_body_is_refused(server: AdminServer, route: AdminRoute, name: str) -> None:
+def test_an_invalid_body_is_refused(server: AdminServer, route: AdminRoute, name: str) -> None:
     error = server.refused(server.post(route.path, NOT_A_BODY[name]))
     assert error.type == "invalid_request_error" and error.message
 
@@ -231,7 +231,7 @@ def test_only_json_is_read(server: AdminServer, route: AdminRoute, kind: str) ->
 
 
 @by_route
-def test_a_content_type_stands_once(server: AdminServer, route: AdminRoute) -> None:
+def test_a_repeated_content_type_is_refused(server: AdminServer, route: AdminRoute) -> None:
     for kinds in (("application/json", "text/plain"), ("text/plain", "application/json")):
         headers = [("content-type", kind) for kind in kinds]
         answer = server.client.post(route.path, content=route.valid(), headers=headers)
@@ -263,7 +263,7 @@ IDS = (
 
 @pytest.mark.parametrize("route", [one for one in ROUTES if "{" in one.path], ids=lambda r: r.path)
 @pytest.mark.parametrize("id", IDS)
-def test_a_path_that_names_nothing_is_refused(
+def test_a_path_with_an_unknown_id_is_refused(
     server: AdminServer, route: AdminRoute, id: str
 ) -> None:
     path = "".join(
@@ -285,7 +285,7 @@ def config_error(server: AdminServer, config: str) -> Any:
     return server.refused(server.post(route.path, route.valid(**{field.name: config})))
 
 
-def test_one_route_takes_a_configuration() -> None:
+def test_exactly_one_route_accepts_a_configuration() -> None:
     assert [(route.path, field.name) for route, field in UPGRADES] == [("/admin/upgrade", "config")]
 
 
@@ -304,9 +304,7 @@ def test_repeated_keys_of_a_configuration_are_refused(server: AdminServer, secti
     "value",
     ["1e300", "1e400", str(2**70), '"\\u0000"', '"' + "x" * 5000 + '"', "[[[[]]]]", '{"a":[{}]}'],
 )
-def test_no_key_of_a_configuration_takes_a_value_without_bound(
-    server: AdminServer, value: str
-) -> None:
+def test_every_key_of_a_configuration_has_a_bound(server: AdminServer, value: str) -> None:
     for name, _ in bounds_of(Config):
         *sections, key = name.split(".")
         tree: dict[str, Any] = {"model": {"path": "/m"}}
@@ -335,7 +333,7 @@ def test_no_key_of_a_configuration_takes_a_value_without_bound(
         ('{"model":"*a"}', "config.model"),
     ],
 )
-def test_a_configuration_that_is_none_is_refused_by_key(
+def test_an_invalid_configuration_is_refused_with_its_key(
     server: AdminServer, config: str, param: str
 ) -> None:
     error = config_error(server, config)
@@ -376,14 +374,14 @@ def test_a_path_that_depends_on_where_it_is_read_is_refused(server: AdminServer,
 
 
 @pytest.mark.parametrize("path", PATHS["taken"])
-def test_absolute_paths_and_hub_ids_are_taken(server: AdminServer, path: str) -> None:
+def test_absolute_paths_and_hub_ids_are_accepted(server: AdminServer, path: str) -> None:
     route, field = UPGRADES[0]
     body = route.valid(**{field.name: json.dumps({"model": {"path": path}})})
     assert server.post(route.path, body).status_code == 202
     assert server.changes() == ["upgrade"]
 
 
-def test_what_is_yaml_alone_is_text(server: AdminServer) -> None:
+def test_yaml_only_syntax_is_plain_text(server: AdminServer) -> None:
     """JSON lacks aliases and merge keys: YAML syntax is a plain name or text here."""
     assert config_error(server, '{"model":{"path":"/m"},"<<":"*a"}').param == "config.<<"
     assert config_error(server, '{"model":{"path":"*a"}}').param == "config.model.path"
@@ -439,9 +437,7 @@ def test_exactly_repeated_fields_are_refused(value: Any, escape: bool) -> None:
 
 
 @given(VALUES, st.integers(0, 200), st.sampled_from('"\\,:{}[]a '))
-def test_no_text_that_a_decoder_takes_hides_a_repeated_field(
-    value: Any, at: int, char: str
-) -> None:
+def test_a_decodable_text_cannot_hide_a_repeated_field(value: Any, at: int, char: str) -> None:
     """This also holds for a damaged text that is still valid JSON."""
     text = written(value, escape=True)
     body = text[: at % (len(text) + 1)] + char + text[at % (len(text) + 1) :]

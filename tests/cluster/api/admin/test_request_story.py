@@ -111,7 +111,7 @@ def test_each_answer_has_its_own_events(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_what_is_not_known_any_more_is_a_404_that_says_how_long(folder: Path) -> None:
+def test_a_forgotten_request_is_a_404_that_names_the_retention(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         first = await cluster.client.post("/v1/completions", json=body([1], 2))
@@ -137,7 +137,7 @@ class Peers:
         return found if self.answers else [], self.answers
 
 
-def test_an_ingress_finds_what_another_one_served(folder: Path) -> None:
+def test_an_ingress_finds_requests_that_another_one_served(folder: Path) -> None:
     """Every ingress is asked once, including the one that asks. A silent ingress may have known the
     request, so the answer is marked incomplete."""
 
@@ -164,7 +164,7 @@ def test_an_ingress_finds_what_another_one_served(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_only_operators_may_ask(folder: Path, tmp_path: Path) -> None:
+def test_only_operators_may_read_a_request(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("user\n")
     ops = tmp_path / "ops"

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_versions_and_pings_as_the_peers_give_them(folder: Path) -> None:
+def test_versions_and_pings_have_the_form_of_the_peers(folder: Path) -> None:
     async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             client = cluster.client
@@ -69,7 +69,7 @@ def test_load_counts_running_and_waiting_requests(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_keys_are_required_as_by_routes_of_their_kind(folder: Path) -> None:
+def test_info_routes_require_the_same_keys_as_similar_routes(folder: Path) -> None:
     """The answer shows no fact of the machine, not even to a client with a key."""
     keys = folder / "keys"
     keys.write_text("user-key\n")
@@ -89,7 +89,7 @@ def test_keys_are_required_as_by_routes_of_their_kind(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_model_card_has_what_the_peers_cards_have(folder: Path) -> None:
+def test_a_model_card_has_the_fields_of_the_peers_cards(folder: Path) -> None:
     async def scenario() -> list[Any]:
         async with FakeCluster(folder).serving() as cluster:
             paths = ("/v1/models", "/v1/models/", "/v1/models/fake", "/v1/models/fake/")
@@ -122,7 +122,7 @@ def test_models_have_the_time_at_which_they_were_written(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_models_have_the_form_of_the_client_that_asks(folder: Path) -> None:
+def test_model_cards_have_the_form_of_the_clients_sdk(folder: Path) -> None:
     """A client with Anthropic's headers gets Anthropic's form, checked with that SDK's own
     types."""
     headers = {"anthropic-version": "2023-06-01"}
@@ -143,7 +143,7 @@ def test_models_have_the_form_of_the_client_that_asks(folder: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_page_of_models_is_what_its_cursor_says() -> None:
+def test_a_cursor_selects_a_page_of_models() -> None:
     models = [model_info(name, -5, 100) for name in "abcde"]
     assert models[0].created_at == "1970-01-01T00:00:00Z"
 

@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_operators_may_send(folder: Path) -> None:
+def test_sleep_and_wake_accept_only_valid_parameters(folder: Path) -> None:
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:
             for name, (query, sent, arguments) in GOOD.items():
@@ -72,7 +72,7 @@ def test_what_operators_may_send(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_requests_wait_or_are_refused(folder: Path, refuses: bool) -> None:
+def test_requests_to_a_sleeping_cluster_wait_or_are_refused(folder: Path, refuses: bool) -> None:
     """A request that has begun waits in either case."""
 
     async def run() -> None:
@@ -105,7 +105,7 @@ def test_requests_wait_or_are_refused(folder: Path, refuses: bool) -> None:
     asyncio.run(run())
 
 
-def test_which_engines_cannot_sleep() -> None:
+def test_engines_that_cannot_sleep_refuse_with_the_reason() -> None:
     def refusal(level: int, **settings: object) -> str:
         config = load({"model": {"path": "none"}}, settings)
         return sleep_refusal(config, level) or ""

@@ -62,7 +62,7 @@ def test_every_answer_and_every_chunk_names_its_version(folder: Path) -> None:
     run(folder, scenario)
 
 
-def test_an_answer_waits_for_an_engine_of_its_version(
+def test_a_response_waits_for_an_engine_of_its_version(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last old engine is lost while a new one has room. A later request goes to the new

@@ -22,7 +22,7 @@ async def _fail() -> None:
     raise ValueError("of the request")
 
 
-def test_work_that_fails_as_the_time_ends_logs_nothing() -> None:
+def test_work_that_fails_at_its_deadline_logs_nothing() -> None:
     async def scenario() -> list[dict[str, Any]]:
         loop, logged = asyncio.get_running_loop(), []
         loop.set_exception_handler(lambda _loop, context: logged.append(context))

@@ -20,7 +20,7 @@ async def left() -> Any:
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_who_waits_can_be_cancelled_at_any_moment(turns: int) -> None:
+def test_a_waiter_can_be_cancelled_at_any_moment(turns: int) -> None:
     """A cancellation stops the waiter even if the work has just finished, `turns` loop iterations
     ago."""
 

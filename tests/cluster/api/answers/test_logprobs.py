@@ -49,7 +49,7 @@ def test_bytes_of_byte_level_tokens_make_up_the_text(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ["byte_level", "llama2", "gemma", "metaspace", "words"])
 @pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
-def test_bytes_of_an_encoded_text_make_it_up(name: str, line: str) -> None:
+def test_token_bytes_of_an_encoded_text_join_to_that_text(name: str, line: str) -> None:
     """The bytes of the tokens join to the text, except for the leading space that some decoders
     drop."""
     tokenizer = KINDS[name]()
@@ -193,7 +193,7 @@ def test_a_completions_offsets_point_into_its_text(
         assert top is not None and top[token] == -0.5 and len(top) <= 2
 
 
-def test_special_tokens_have_a_place_but_no_length() -> None:
+def test_special_tokens_have_an_offset_but_no_length() -> None:
     end = BYTE_LEVEL.token_to_id("<|im_end|>")
     ids = [end, *BYTE_LEVEL.encode("fox").ids, end]
     (output,) = answered(ids, ids, RequestOutputKind.FINAL_ONLY)
@@ -208,7 +208,7 @@ def test_special_tokens_have_a_place_but_no_length() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(ROWS, st.integers(0, 5))
-def test_a_chats_tokens_have_exact_bytes_and_the_best_beside_them(rows: Any, top: int) -> None:
+def test_a_chats_tokens_have_exact_bytes_and_their_top_alternatives(rows: Any, top: int) -> None:
     body = json.loads(msgspec.json.encode(chat_logprobs(table_of(rows), top)))
     assert body["refusal"] is None
     texts = TEXTS["byte_level"]
@@ -287,7 +287,7 @@ def test_every_likely_token_of_a_completion_is_found(name: str, data: st.DataObj
             assert told.encode() == texts[id]
 
 
-def test_a_prompt_under_its_ids() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     (output,) = answered([5, 6, 7], [8], RequestOutputKind.FINAL_ONLY)
     assert output.prompt_logprobs is not None
     body = json.loads(msgspec.json.encode(prompt_logprobs_body(output.prompt_logprobs)))
@@ -319,7 +319,7 @@ def test_offsets_never_decrease(name: str) -> None:
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_a_token_that_the_tokenizer_has_added_has_no_text_in_what_was_sent(skip: bool) -> None:
+def test_a_token_that_the_tokenizer_added_has_no_length_in_the_prompt(skip: bool) -> None:
     for sent in ("the</s>on", "<s>the", "the on"):
         ids = made.llama2().encode(sent).ids
         offsets = TEXTS["llama2"].offsets(ids, skip, sent).offsets

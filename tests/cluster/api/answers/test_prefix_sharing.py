@@ -44,7 +44,7 @@ def sent_by(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("share", "found"), [("key", [False, False, True]), ("all", [0, 1, 1])])
-def test_cached_tokens_tell_a_key_what_it_may_know(
+def test_a_key_sees_only_cached_tokens_of_prefixes_that_it_may_share(
     keys: str, share: str, found: list[bool]
 ) -> None:
     settings = {"serve.api_keys_file": keys, "serve.share_prefixes": share}
@@ -96,7 +96,7 @@ def test_every_api_names_prefixes_by_key(tmp_path: Path, keys: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["serve.share_prefixes", "serve.api_keys_file"])
-def test_all_share_where_it_is_set_and_where_there_are_no_keys(
+def test_all_keys_share_prefixes_if_configured_or_without_keys(
     tmp_path: Path, keys: str, key: str
 ) -> None:
     settings = {key: "all" if key.endswith("prefixes") else None}
@@ -112,9 +112,7 @@ def test_all_share_where_it_is_set_and_where_there_are_no_keys(
     asyncio.run(run())
 
 
-def test_an_answer_that_is_computed_again_has_the_names_of_its_key(
-    tmp_path: Path, keys: str
-) -> None:
+def test_a_recomputed_answer_keeps_the_block_names_of_its_key(tmp_path: Path, keys: str) -> None:
     """This includes an answer that a client requests twice."""
 
     async def run() -> None:
@@ -131,7 +129,7 @@ def test_an_answer_that_is_computed_again_has_the_names_of_its_key(
     asyncio.run(run())
 
 
-def test_a_response_that_another_ingress_takes_over_has_the_names_of_its_key(
+def test_a_response_taken_over_keeps_the_block_names_of_its_key(
     tmp_path: Path, keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)
@@ -159,7 +157,7 @@ def test_a_response_that_another_ingress_takes_over_has_the_names_of_its_key(
     asyncio.run(run())
 
 
-def test_the_chunks_of_a_session_have_the_names_of_its_key(tmp_path: Path, keys: str) -> None:
+def test_session_chunks_have_the_block_names_of_their_key(tmp_path: Path, keys: str) -> None:
     async def run() -> None:
         cluster = serving(tmp_path, keys)
         cluster.store = StoreOfTest().new_handle()

@@ -56,7 +56,7 @@ def whole(answer: Any, output: RequestOutput) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_chat_streams_first_chunk_has_the_prompts_ids(n: int) -> None:
+def test_the_first_chunk_of_a_chat_stream_has_the_prompt_ids(n: int) -> None:
     deltas = [(choice, one) for choice in range(n) for one in outputs(["a", "b"], index=choice)]
     answer = chat_answer(n=n, stream=True, return_token_ids=True)
     first, *others = stream(answer, deltas, n)
@@ -100,7 +100,7 @@ def test_every_chunk_has_usage_under_continuous_usage_stats() -> None:
 
 
 @pytest.mark.parametrize("hidden", [False, True])
-def test_every_chunk_tells_how_many_tokens_were_reasoning(hidden: bool) -> None:
+def test_every_chunk_counts_the_reasoning_tokens(hidden: bool) -> None:
     """The count covers the choice so far, even if the reasoning is not shown. The last chunk counts
     all choices."""
     texts = ["<think>", "one ", "", "two ", "three", "</think>", "four ", "five"]
@@ -166,9 +166,7 @@ def messages_answer(name: str) -> MessagesResponseWriter:
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_anthropic_calls_have_ids_of_their_kind_and_come_back_as_the_formats(
-    name: str, streamed: bool
-) -> None:
+def test_anthropic_call_ids_map_to_the_formats_ids_and_back(name: str, streamed: bool) -> None:
     (output,) = outputs([CALLS[name]])
     answer = messages_answer(name)
     if streamed:
@@ -203,7 +201,7 @@ def test_anthropic_calls_have_ids_of_their_kind_and_come_back_as_the_formats(
 
 
 @given(st.text(min_size=1) | st.sampled_from(["functions.f:0", "x_61", "toolu_1", "a1B2c3D4e"]))
-def test_an_id_comes_back_as_it_was(id: str) -> None:
+def test_a_call_id_is_restored_unchanged(id: str) -> None:
     shown = ids.tool_use_id(id)
     assert re.fullmatch("toolu_[a-zA-Z0-9_-]+", shown)
     assert ids.call_id(shown) == id

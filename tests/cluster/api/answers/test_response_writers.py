@@ -210,7 +210,7 @@ def test_completions(both: tuple[list[RequestOutput], list[Any]], echo: bool, id
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_reasoning_that_is_hidden_is_counted(streamed: bool) -> None:
+def test_hidden_reasoning_is_counted(streamed: bool) -> None:
     """Hidden reasoning counts as in OpenAI's API, summed over all choices."""
     text = "<think>one two three</think>four"
     parts = [
@@ -233,7 +233,7 @@ def test_reasoning_that_is_hidden_is_counted(streamed: bool) -> None:
     assert used["completion_tokens_details"] == {"reasoning_tokens": 6}
 
 
-def test_the_last_chunk_has_the_tokens_that_no_text_was_told_with() -> None:
+def test_the_last_chunk_has_all_tokens_that_no_earlier_chunk_had() -> None:
     """If the last output is without text, its tokens are in the last chunk. Otherwise they are in
     the chunk with the text."""
 
@@ -263,7 +263,7 @@ def test_usage_counts_a_prompt_once() -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_an_echo_alone_has_no_output_token(streamed: bool) -> None:
+def test_a_pure_echo_counts_zero_output_tokens(streamed: bool) -> None:
     part = CompletionOutput(
         index=0, text="x", token_ids=[5], num_output_tokens=1, finish_reason="length"
     )

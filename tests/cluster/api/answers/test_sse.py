@@ -158,7 +158,7 @@ BREAKS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(st.sampled_from(BREAKS + 'aé😀\\"\u2027\u202a\x84'), max_size=6))
-def test_the_data_of_an_event_are_one_line_for_every_reader(text: str) -> None:
+def test_every_reader_reads_event_data_as_one_line(text: str) -> None:
     fields = ChunkFields(stop_reason=text, finish_reason="stop")
     calls = [ToolCallDelta(index=0, function=FunctionDelta(arguments=text))]
     events = {

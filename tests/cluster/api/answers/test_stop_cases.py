@@ -147,7 +147,7 @@ def test_a_stop_string_in_hidden_text_changes_nothing(
 
 @STREAM
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_in_the_content_behind_reasoning_cuts(
+def test_a_stop_string_in_the_content_after_reasoning_cuts(
     thinking: tuple[str, InProcessServer], stream: bool, include: bool
 ) -> None:
     name, server = thinking
@@ -185,7 +185,7 @@ def test_tokens_of_reasoning_are_counted(
     assert usage["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
-def test_as_many_top_logprobs_as_were_requested(nano: InProcessServer) -> None:
+def test_the_number_of_top_logprobs_is_the_requested_one(nano: InProcessServer) -> None:
     """Each position that has top logprobs has at least the requested number, including the most
     likely token."""
     body = case("f8_top_logprobs_collapse.completions")

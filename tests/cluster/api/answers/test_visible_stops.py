@@ -108,7 +108,7 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=3)
 @FORMATS
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_a_stop_string_cuts_content_alone(names: Names, data: st.DataObject) -> None:
+def test_a_stop_string_cuts_only_content(names: Names, data: st.DataObject) -> None:
     text = data.draw(texts(names))
     start = data.draw(st.integers(0, max(0, len(text) - 1)))
     stop = text[start : start + data.draw(st.integers(1, 4))] or "x"
@@ -164,7 +164,7 @@ def test_nothing_follows_a_stop_string_that_is_shown(names: Names) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(ALL[1:]), st.data())
-def test_tokens_of_content_are_told_up_to_the_stop_string(
+def test_content_tokens_are_reported_up_to_the_stop_string(
     names: Names, data: st.DataObject
 ) -> None:
     """The parts are the same as without logprobs, and the reported tokens make up the shown
@@ -179,7 +179,7 @@ def test_tokens_of_content_are_told_up_to_the_stop_string(
         assert not any("three" in told for _, told in answer.logprobs)
 
 
-def test_a_request_without_stop_strings_has_no_parser_beside_its_readers() -> None:
+def test_a_request_without_stop_strings_creates_no_extra_parser() -> None:
     params, made_parsers = SamplingParams(), list[Parser]()
 
     def make() -> Parser:

@@ -63,7 +63,7 @@ def commas_of(value: Any) -> int:
 
 @settings(max_examples=300, deadline=None)
 @given(JSON, st.booleans())
-def test_values_of_a_text_are_counted_without_decoding_it(value: Any, ascii: bool) -> None:
+def test_json_values_are_counted_without_decoding(value: Any, ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii).encode()
     parts = counted(text)
     assert parts.nodes == nodes_of(value)
@@ -117,7 +117,7 @@ def test_ordinary_bodies_are_not_refused() -> None:
     assert read.prompt == text
 
 
-def test_all_bodies_together_are_bounded_and_room_comes_back(tmp_path: Path) -> None:
+def test_all_bodies_together_are_bounded_and_free_their_room(tmp_path: Path) -> None:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
 
     async def scenario() -> None:

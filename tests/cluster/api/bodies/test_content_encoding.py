@@ -37,7 +37,7 @@ def unpacked(name: str, packed: bytes, cuts: list[int]) -> bytes:
 
 @pytest.mark.parametrize("name", PACKERS)
 @given(st.binary(max_size=300) | st.integers(0, 3 * DECODED_CHUNK_BYTES).map(bytes), CUTS)
-def test_every_split_gives_the_body(name: str, data: bytes, cuts: list[int]) -> None:
+def test_every_split_decodes_to_the_same_body(name: str, data: bytes, cuts: list[int]) -> None:
     assert unpacked(name, PACKERS[name](data), cuts) == data
 
 
@@ -79,7 +79,7 @@ def test_a_deflated_body_has_one_part(name: str, cuts: list[int]) -> None:
         unpacked(name, PACKERS[name](b"a") + PACKERS[name](b"b"), cuts)
 
 
-def test_members_that_hold_nothing_are_counted() -> None:
+def test_empty_members_are_counted() -> None:
     nothing = gzipped(b"")
     assert unpacked("gzip", nothing * MAX_MEMBERS, []) == b""
     with pytest.raises(BadRequest, match="members"):

@@ -59,7 +59,7 @@ def test_an_error_of_a_part_has_the_path_of_the_whole() -> None:
     assert BadRequest("empty").within("input[3]").param == "input[3]"
 
 
-def test_a_path_is_what_its_keys_are() -> None:
+def test_a_path_consists_of_its_keys() -> None:
     generator = random.Random(0)
     for _ in range(300):
         path = generator.choice(["a", "tools"]) + "".join(

@@ -68,7 +68,7 @@ async def post(cluster: FakeCluster, **fields: Any) -> httpx.Response:
     )
 
 
-def test_an_engine_gets_the_embeddings_and_a_salt_of_them(tmp_path: Path) -> None:
+def test_an_engine_receives_the_embeddings_and_a_salt_made_from_them(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0)
         answer = await post(cluster, prompt_embeds=embeds(3))
@@ -109,7 +109,7 @@ def test_a_default_of_the_model_that_needs_tokens_is_left_out(tmp_path: Path) ->
     play(tmp_path, scene)
 
 
-def test_they_move_to_another_engine_with_the_request(tmp_path: Path) -> None:
+def test_a_migrated_request_keeps_its_embeddings(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
         payload = body([], 20, prompt_embeds=embeds(2))
@@ -192,7 +192,7 @@ def test_hostile_embeddings_are_refused_by_name(tmp_path: Path) -> None:
         ({"max_tokens": 5000}, "max_tokens"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(
+def test_parameters_that_need_prompt_tokens_are_refused(
     tmp_path: Path, fields: dict[str, Any], param: str
 ) -> None:
     async def scene(cluster: FakeCluster) -> None:
@@ -204,7 +204,7 @@ def test_what_does_not_go_with_it_is_refused(
     play(tmp_path, scene)
 
 
-def test_no_request_names_the_blocks_of_another_one(tmp_path: Path) -> None:
+def test_a_request_cannot_name_the_blocks_of_another_one(tmp_path: Path) -> None:
     """A request cannot name the salt of another one, and cannot ask for more answers than the
     embeddings bound allows."""
 
@@ -229,7 +229,7 @@ def test_no_request_names_the_blocks_of_another_one(tmp_path: Path) -> None:
         play(tmp_path, scene)
 
 
-def test_a_server_that_takes_none_says_so(tmp_path: Path) -> None:
+def test_a_server_without_prompt_embeds_refuses_them_with_the_reason(tmp_path: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         answer = await post(cluster, prompt_embeds=embeds(2))

@@ -40,7 +40,7 @@ def test_the_last_of_repeated_fields_counts(path: str, kind: Any) -> None:
         assert last == read(fields(*{**dict(pairs), name: other}.items()), kind)[0] != once
 
 
-def test_so_does_the_last_where_fields_are_left_out() -> None:
+def test_the_last_of_repeated_fields_counts_among_omitted_fields() -> None:
     """A body with unknown fields in its history is read by another path, which removes them. The
     last value counts there too."""
     turn = '{"role":"user","content":"a","mine":1,"content":"b"}'
@@ -49,7 +49,7 @@ def test_so_does_the_last_where_fields_are_left_out() -> None:
     assert [message.content for message in chat.messages] == ["b"] and chat.max_tokens == 2
 
 
-def test_every_one_of_them_is_checked() -> None:
+def test_every_repeated_field_is_checked() -> None:
     for pairs in (
         [("max_tokens", "x"), ("max_tokens", 1)],
         [("max_tokens", 1), ("max_tokens", "x")],

@@ -117,13 +117,13 @@ def posts(change: Callable[[bytes], bytes] = bytes, **headers: str) -> list[Any]
     ]
 
 
-def test_every_route_with_a_body_is_here() -> None:
+def test_the_list_of_routes_with_a_body_is_complete() -> None:
     paths = {one.path for one in OPERATIONS if one.body is not None}
     assert paths == BODIES.keys() | POOLING_BODIES.keys() | ADAPTER_BODIES.keys()
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_every_route_takes_a_packed_body(folder: Path, name: str) -> None:
+def test_every_route_accepts_a_compressed_body(folder: Path, name: str) -> None:
     coding, pack = PACKED[name]
     got = answers(folder, *posts(pack, **{"content-encoding": coding}))
     assert [one.status_code // 100 for one in got] == [2] * len(BODIES), [one.text for one in got]
@@ -183,7 +183,7 @@ def test_a_damaged_body_is_a_400_that_names_its_encoding(folder: Path, name: str
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, zlib.compress, raw_deflate])
-def test_a_bomb_is_refused(folder: Path, pack: Callable[[bytes], bytes]) -> None:
+def test_a_decompression_bomb_is_refused(folder: Path, pack: Callable[[bytes], bytes]) -> None:
     """The body decompresses from 10 KB to 10 MB. The server reads at most 100 KB."""
     bomb = pack(bytes(10_000_000))
     assert len(bomb) < 11_000
@@ -193,7 +193,7 @@ def test_a_bomb_is_refused(folder: Path, pack: Callable[[bytes], bytes]) -> None
         assert one.status_code == 413, one.text
 
 
-def test_a_body_of_just_the_limit_is_read_and_one_byte_more_is_not(folder: Path) -> None:
+def test_a_body_is_accepted_up_to_the_limit_and_not_one_byte_more(folder: Path) -> None:
     def padded(size: int) -> bytes:
         body = json.dumps(BODIES["/tokenize"]).encode()
         return gzip.compress(body + b" " * (size - len(body)))

@@ -88,7 +88,7 @@ def test_a_record_of_zod_is_served(nano: InProcessServer) -> None:
     assert "x-swell-warning" not in answer.headers, "nothing was ignored"
 
 
-def test_an_input_is_the_longest_object_that_was_written() -> None:
+def test_a_cut_off_input_is_the_longest_valid_object() -> None:
     body = case("f7_number_overflow.messages.json")
     with start_in_process_server(
         model_kind("llama3").folder(), **{"model.name": "llama3", "model.max_model_len": 2048}
@@ -101,7 +101,7 @@ def test_an_input_is_the_longest_object_that_was_written() -> None:
                     assert abs(block["input"]["v"]) < 1e200, "a double holds it"
 
 
-def test_a_grammar_beyond_the_limits_is_its_clients_error(nano: InProcessServer) -> None:
+def test_a_grammar_beyond_the_limits_is_a_client_error(nano: InProcessServer) -> None:
     before = errors(nano)
     answer = nano.client.post("/v1/completions", json=case("grammar_500.json"))
     assert answer.status_code == 400, answer.text
@@ -171,7 +171,7 @@ def ended(server: InProcessServer) -> dict[str, float]:
 
 @pytest.mark.usefixtures("dead_end")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_schema_that_ends_midway_is_its_clients_error_alone(
+def test_a_schema_that_fails_midway_fails_only_its_request(
     nano: InProcessServer, path: str
 ) -> None:
     """Requests in the same steps are not affected, and no alert is raised."""
@@ -196,7 +196,7 @@ def test_a_schema_that_ends_midway_is_its_clients_error_alone(
 
 @pytest.mark.usefixtures("dead_end")
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_whose_schema_ends_midway_ends_with_an_error(
+def test_a_stream_whose_schema_fails_midway_ends_with_an_error(
     nano: InProcessServer, path: str
 ) -> None:
     before = ended(nano)
@@ -274,7 +274,7 @@ ASK = {"messages": [{"role": "user", "content": "upper: abc"}], "max_tokens": 30
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_what_asks_for_nothing_refuses_no_tool(nano: InProcessServer, name: str) -> None:
+def test_schema_keywords_without_effect_refuse_no_tool(nano: InProcessServer, name: str) -> None:
     for fields in (
         {"tools": [tool(HARMLESS[name])], "tool_choice": "required"},
         {
@@ -299,7 +299,9 @@ HELD = {
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_cannot_be_held_is_refused_by_tool_and_path(nano: InProcessServer, name: str) -> None:
+def test_schemas_that_cannot_be_enforced_are_refused_with_tool_and_path(
+    nano: InProcessServer, name: str
+) -> None:
     schema, keyword = HELD[name]
     answer = chat(nano, ASK, tools=[tool({"anyOf": [schema]})], tool_choice="required")
     assert answer.status_code == 400, answer.text
@@ -309,7 +311,7 @@ def test_what_cannot_be_held_is_refused_by_tool_and_path(nano: InProcessServer, 
 
 
 @pytest.mark.parametrize("name", HELD)
-def test_what_is_ignored_is_named_in_a_header(lenient: InProcessServer, name: str) -> None:
+def test_ignored_keywords_are_named_in_a_header(lenient: InProcessServer, name: str) -> None:
     schema, keyword = HELD[name]
     answer = chat(lenient, ASK, tools=[tool(schema)], tool_choice="required")
     assert answer.status_code == 200, answer.text
@@ -325,7 +327,7 @@ def test_what_is_ignored_is_named_in_a_header(lenient: InProcessServer, name: st
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_ignored_in_the_background_is_named_too(
+def test_ignored_keywords_of_background_responses_are_named(
     lenient: InProcessServer, stream: bool
 ) -> None:
     """The header of the answer with the response's id names the field as the client wrote it."""

@@ -65,7 +65,7 @@ def find(path: str, stream: bool, answer: httpx.Response) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
-def test_an_answer_has_timings_where_they_are_wanted(folder: Path, path: str, stream: bool) -> None:
+def test_an_answer_has_timings_on_request(folder: Path, path: str, stream: bool) -> None:
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(2)

@@ -305,7 +305,7 @@ def test_stop_sequences_and_limits(folder: Path) -> None:
     run_scenario(folder, scenario)
 
 
-def test_tokens_are_counted_as_they_are_read(folder: Path) -> None:
+def test_count_tokens_equals_the_prompt_tokens(folder: Path) -> None:
     question: dict[str, Any] = {
         "model": "fake",
         "messages": QUESTION,
@@ -347,7 +347,7 @@ def test_errors_are_those_of_the_client(
     run_scenario(folder, scenario, **{"serve.max_body_bytes": 4000})
 
 
-def test_no_engine_is_an_overloaded_error(folder: Path) -> None:
+def test_a_cluster_without_engines_answers_overloaded_error(folder: Path) -> None:
     async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         with pytest.raises(anthropic.OverloadedError) as caught:
             await client.messages.create(**REQUEST)
@@ -357,7 +357,7 @@ def test_no_engine_is_an_overloaded_error(folder: Path) -> None:
     run_scenario(folder, scenario, **NO_ENGINE_SOON)
 
 
-def test_a_stream_that_breaks_off_raises(folder: Path) -> None:
+def test_a_broken_stream_raises_in_the_client(folder: Path) -> None:
     async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:
         engine = await cluster.join(0, steps=3)
         async with client.messages.stream(**REQUEST) as stream:
@@ -370,7 +370,7 @@ def test_a_stream_that_breaks_off_raises(folder: Path) -> None:
     run_scenario(folder, scenario, **NO_ENGINE_SOON)
 
 
-def test_keys_come_in_either_header(folder: Path, tmp_path: Path) -> None:
+def test_either_key_header_is_accepted(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "users"
     keys.write_text("alpha\n")
 

@@ -66,7 +66,7 @@ def outcome(route: str, **fields: Any) -> str | None:
 
 
 @pytest.mark.parametrize(("route", "name", "_servers", "says"), ROWS)
-def test_a_row_is_what_the_decoder_does(route: str, name: str, _servers: str, says: str) -> None:
+def test_a_row_agrees_with_the_decoder(route: str, name: str, _servers: str, says: str) -> None:
     required = name in LEAST[route]
     assert (outcome(route, **{name: None}) is None) != required
     odd = [outcome(route, **{name: value}) for value in ODD]
@@ -103,7 +103,7 @@ def _check_meaning(route: str, name: str, target: str) -> None:
     assert getattr(request, own) == value or request.answer_max_tokens() == value
 
 
-def test_a_name_of_no_server_is_no_row() -> None:
+def test_an_unknown_field_has_no_row() -> None:
     with pytest.raises(KeyError):
         does("chat", "mine")
     assert outcome("chat", mine=1) == "mine"

@@ -151,7 +151,7 @@ def test_a_server_that_ignores_unknown_fields_documents_it() -> None:
     assert schemas["ScaleRequest"]["additionalProperties"] is False
 
 
-def test_fields_that_are_not_served_are_documented() -> None:
+def test_unsupported_fields_are_documented() -> None:
     fields = DOCUMENT["components"]["schemas"]["CompletionRequest"]["properties"]
     assert "Not served" in fields["suffix"]["description"]
     assert "description" not in fields["temperature"]
@@ -180,7 +180,7 @@ def test_admin_bodies_are_checked(kind: Any, body: str, field: str, value: str) 
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_a_drain_time_is_a_number(number: float) -> None:
+def test_the_schema_of_a_drain_timeout_is_a_number(number: float) -> None:
     with pytest.raises(BadRequest, match="drain_timeout_s="):
         ScaleRequest(engines=1, drain_timeout_s=number).check()
     with pytest.raises(BadRequest):

@@ -144,13 +144,13 @@ def test_the_openai_client(embedder):
         ({"input": "a", "late_chunking": True}, "late_chunking=True is not supported"),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(embedder, body, reason):
+def test_inputs_that_cannot_be_embedded_are_refused_by_name(embedder, body, reason):
     error = post(embedder, "/v1/embeddings", 404 if "model" in body else 400, **body)["error"]
     assert reason in error["message"]
     embedder.wait_idle()
 
 
-def test_an_empty_text_has_its_special_tokens(embedder):
+def test_an_empty_text_is_embedded_with_its_special_tokens(embedder):
     """sentence-transformers does the same. The other texts of the batch get the embeddings that
     they get separately."""
     texts = [*TEXTS[:2], "", *TEXTS[2:], ""]
@@ -170,7 +170,7 @@ def test_an_empty_text_is_ranked(ranker):
 @pytest.mark.parametrize(
     ("truncate", "side"), [("END", "right"), ("end", "right"), (True, "right"), ("START", "left")]
 )
-def test_a_request_says_which_end_of_a_long_text_is_cut(embedder, truncate, side):
+def test_a_request_selects_the_side_of_truncation(embedder, truncate, side):
     """TEI, NIM and Cohere define the field `truncate` this way."""
     texts = ["a b", " ".join("abcdefgh" * 30)]
     right = post(
@@ -183,7 +183,7 @@ def test_a_request_says_which_end_of_a_long_text_is_cut(embedder, truncate, side
 
 
 @pytest.mark.parametrize(("mode", "side"), [("end", "right"), ("start", "left")])
-def test_the_server_says_which_end_of_long_texts_is_cut(embedder, tmp_path, mode, side):
+def test_the_configuration_selects_the_side_of_truncation(embedder, tmp_path, mode, side):
     """The setting applies to every endpoint where the request does not choose, and changes nothing
     else."""
     make(tmp_path, "bert", modes=MEAN, normalizes=True)
@@ -242,7 +242,7 @@ def test_a_text_is_cut_between_its_special_tokens(embedder):
     torch.testing.assert_close(embeddings(answer), right, rtol=0, atol=TOLERANCE)
 
 
-def test_a_pooling_model_generates_no_text(embedder, classifier):
+def test_a_pooling_model_refuses_to_generate(embedder, classifier):
     messages = [{"role": "user", "content": "a"}]
     for path, body in (
         ("/v1/completions", {"prompt": "a"}),
@@ -260,7 +260,7 @@ def test_a_pooling_model_generates_no_text(embedder, classifier):
     assert "has 3 classes" in error["message"]
 
 
-def test_a_generating_model_pools_nothing():
+def test_a_generating_model_refuses_to_pool():
     with start_in_process_server() as server:
         for path, body in (
             ("/v1/embeddings", {"input": "a"}),
@@ -335,7 +335,7 @@ def test_a_long_pair_is_refused_or_cut(ranker):
 
 
 @torch.no_grad()
-def test_classes(classifier):
+def test_a_classifier_returns_classes(classifier):
     answer = post(classifier, "/classify", input=TEXTS)
     for one, text in zip(answer["data"], TEXTS, strict=True):
         logits = classifier.model(torch.tensor([ids_of(classifier, text)])).logits[0]
@@ -348,7 +348,7 @@ def test_classes(classifier):
     torch.testing.assert_close(torch.tensor(plain["probs"]), logits, rtol=1e-5, atol=TOLERANCE)
 
 
-def test_what_happened_to_a_request_and_its_metrics(embedder):
+def test_a_pooling_request_has_a_history_and_metrics(embedder):
     id = {"x-request-id": "pool-42"}
     body = {"input": TEXTS, "include_timings": True}
     answer = embedder.client.post("/v1/embeddings", json=body, headers=id).json()

@@ -203,7 +203,7 @@ def test_unknown_responses_are_404(tmp_path: Path, method: str, path: str, statu
     asyncio.run(scenario())
 
 
-def test_an_answer_is_given_though_the_store_is_away(
+def test_a_response_is_returned_although_the_store_is_unavailable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer says that it is not stored. Requests for stored responses are answered with an
@@ -276,7 +276,7 @@ def keyed(folder: Path) -> ResponsesServer:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_another_key_finds_no_response(tmp_path: Path, background: bool) -> None:
+def test_a_key_cannot_read_the_responses_of_another_key(tmp_path: Path, background: bool) -> None:
     """With another key, every ingress and route answers as if the response did not exist."""
 
     async def scenario() -> None:
@@ -316,7 +316,7 @@ def test_another_key_finds_no_response(tmp_path: Path, background: bool) -> None
     asyncio.run(scenario())
 
 
-def test_no_key_is_stored(tmp_path: Path) -> None:
+def test_the_store_contains_no_key(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with keyed(tmp_path).open() as server:
             ours = await server.create()

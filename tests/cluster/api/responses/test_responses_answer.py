@@ -224,7 +224,7 @@ def test_the_items_of_an_answer() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "<think>only", "half an ans"])
-def test_an_answer_that_no_engine_could_finish_has_failed(text: str) -> None:
+def test_a_response_that_no_engine_could_finish_is_failed(text: str) -> None:
     parts = deltas(text + ".", [len(text)], "stop")[:-1]
     events = streamed(parts, error=EngineGone("the engine burnt"))
     last = events[-1]

@@ -45,7 +45,7 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
 
 
-def test_in_the_background(tmp_path: Path) -> None:
+def test_a_background_response_is_queued_computed_and_stored(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=1) as server:
             responses = server.client.responses
@@ -110,7 +110,7 @@ async def pass_lease(server: ResponsesServer) -> None:
         await until(lambda heartbeats=heartbeats: server.response_store.heartbeats > heartbeats + 2)
 
 
-def test_a_response_that_lost_many_ingresses_has_failed(tmp_path: Path) -> None:
+def test_a_response_that_lost_many_ingresses_is_failed(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "x").open(steps=0) as server:
             retrieve = server.client.responses.retrieve
@@ -136,7 +136,7 @@ def core(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 @pytest.mark.parametrize("seed", [{}, {"seed": 7}])
-def test_another_ingress_takes_over_what_a_dead_one_computed(
+def test_another_ingress_takes_over_the_responses_of_a_dead_one(
     tmp_path: Path, seed: dict[str, int]
 ) -> None:
     """The second ingress continues with the conversation and gives the same answer as the first
@@ -180,7 +180,7 @@ def test_another_ingress_takes_over_what_a_dead_one_computed(
     asyncio.run(scenario())
 
 
-def test_an_ingress_without_engines_takes_over_nothing(tmp_path: Path) -> None:
+def test_an_ingress_without_engines_takes_over_no_response(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
@@ -254,7 +254,7 @@ def test_an_ingress_that_was_suspended_changes_nothing(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_ingress_that_exits_hands_over_its_work_at_once(tmp_path: Path) -> None:
+def test_a_terminating_ingress_hands_over_its_responses_at_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
@@ -275,7 +275,7 @@ def test_an_ingress_that_exits_hands_over_its_work_at_once(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_an_ingress_that_exits_gives_back_what_it_was_just_given(
+def test_a_terminating_ingress_returns_responses_that_it_just_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The ingress exits while the heartbeat reply that assigns it a response is on the way."""
@@ -351,7 +351,7 @@ def test_a_new_store_learns_the_running_responses(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_background_answer_that_no_engine_gives_has_failed(tmp_path: Path) -> None:
+def test_a_background_response_that_no_engine_computes_is_failed(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.no_engine_timeout_s": 0.05, "cluster.start_timeout_s": 0.05}
         async with ResponsesServer(tmp_path, "the fox", **settings).open(steps=0) as server:
@@ -381,7 +381,7 @@ def test_running_responses_are_not_evicted(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_that_finds_no_room_has_failed(tmp_path: Path) -> None:
+def test_a_response_that_the_store_cannot_hold_is_failed(tmp_path: Path) -> None:
     async def scenario() -> None:
         server = ResponsesServer(tmp_path, "the fox " * 100)
         server.response_store.limit_bytes = 1600

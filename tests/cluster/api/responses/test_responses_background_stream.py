@@ -21,7 +21,7 @@ def fast_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "IDLE_HEARTBEAT_S", 0.01)
 
 
-def test_its_events_end_with_the_stored_response(tmp_path: Path) -> None:
+def test_the_last_event_has_the_stored_response(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the quick brown fox").open() as server:
             stream = await server.create(background=True, stream=True)
@@ -39,7 +39,7 @@ def test_its_events_end_with_the_stored_response(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_it_goes_on_without_its_client(tmp_path: Path) -> None:
+def test_a_background_stream_continues_without_its_client(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the quick brown fox").open(steps=1) as server:
             async with await server.create(background=True, stream=True) as events:
@@ -58,7 +58,7 @@ def test_it_goes_on_without_its_client(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_another_ingress_takes_it_over(tmp_path: Path) -> None:
+def test_another_ingress_takes_over_a_background_stream(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             ResponsesServer(tmp_path, "the fox").open(steps=0) as server,
@@ -83,7 +83,7 @@ def test_another_ingress_takes_it_over(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_one_that_fails_says_so(tmp_path: Path) -> None:
+def test_a_failed_background_stream_ends_with_its_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open(steps=0) as server:
             headers = {"x-request-timeout-s": "0.2"}

@@ -352,7 +352,7 @@ async def _job_of(headers: Headers) -> Job:
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])
-def test_tools_that_may_be_called_beside_a_form(mode: str) -> None:
+def test_tools_and_a_response_format_in_one_request(mode: str) -> None:
     names = [{"type": "function", "name": name} for name in ("f", "g")]
     fields = {
         "tools": names,
@@ -389,7 +389,7 @@ def test_the_format_of_the_text(form: dict[str, Any], expected: dict[str, Any] |
         assert getattr(wanted, name) == form.get("schema", True)
 
 
-def test_a_stored_call_that_was_cut_off_is_taken() -> None:
+def test_a_stored_call_that_was_cut_off_is_accepted() -> None:
     call = api.FunctionCallItem(id="", call_id="c9", name="f", arguments='{"x": ')
     request = read()
     chat = chat_request(request, request.items(), [call])

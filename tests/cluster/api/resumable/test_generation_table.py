@@ -30,7 +30,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_no_limit_is_exceeded_and_nothing_that_runs_is_dropped(
+def test_limits_hold_and_running_answers_are_never_dropped(
     steps: list[tuple[str, str, int]],
 ) -> None:
     table, now_s = GenerationTable(LIMITS), 0.0
@@ -76,7 +76,7 @@ def test_no_limit_is_exceeded_and_nothing_that_runs_is_dropped(
         assert all(table.holds(one) for one in running.values())
 
 
-def test_the_oldest_answer_that_nobody_reads_makes_room() -> None:
+def test_the_oldest_answer_without_a_reader_is_evicted() -> None:
     table = GenerationTable(LIMITS)
     kept = [Generation("", str(number), NAME) for number in range(4)]
     for generation in kept:
@@ -98,7 +98,7 @@ def test_the_oldest_answer_that_nobody_reads_makes_room() -> None:
     st.sampled_from(["", "69fd0f28ab2b8bdf8e62e4170cc32bf9"]),
     st.integers(0, 10**9 - 1),
 )
-def test_the_id_of_an_event_is_read_as_it_was_written(
+def test_event_ids_parse_to_what_was_written(
     created: int, version: str, adapter: str, number: int
 ) -> None:
     origin = AnswerOrigin(NAME, created, version, adapter)
@@ -106,7 +106,7 @@ def test_the_id_of_an_event_is_read_as_it_was_written(
 
 
 @given(st.text(max_size=80) | st.from_regex(r"[0-9a-f]{31,33}\.\d*\.\w*\.\d*", fullmatch=True))
-def test_any_other_text_is_no_id(text: str) -> None:
+def test_other_texts_are_not_event_ids(text: str) -> None:
     try:
         found = parse_event_id(text)
     except BadRequest:
@@ -114,7 +114,7 @@ def test_any_other_text_is_no_id(text: str) -> None:
     assert parse_event_id(f"{found.origin.event_prefix()}{found.number}") == found
 
 
-def test_what_ends_a_failed_answer_has_no_number() -> None:
+def test_the_error_that_ends_an_answer_has_no_event_number() -> None:
     generation = Generation("", "k", NAME)
     generation.begin(7, "v", {})
     generation.add_events(b"event: a\ndata: 1\n\n: a comment\n\ndata: 2\n\n", numbered=True)
@@ -127,7 +127,7 @@ def test_what_ends_a_failed_answer_has_no_number() -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_an_answer_without_its_beginning_is_not_read_from_there(number: int) -> None:
+def test_an_answer_without_its_first_events_cannot_be_read_from_the_start(number: int) -> None:
     generation = Generation("", "k", NAME)
     generation.begin(7, "v", {})
     generation.add_events(b"data: 1\n\ndata: 2\n\ndata: 3\n\n", numbered=True)

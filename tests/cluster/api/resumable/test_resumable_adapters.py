@@ -65,7 +65,7 @@ async def cut(client: Client) -> str:
     return id_of(got[-1])
 
 
-def test_another_ingress_goes_on_with_the_same_adapter_or_not_at_all(tmp_path: Path) -> None:
+def test_another_ingress_resumes_only_with_the_same_adapter(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
             await load(server, tmp_path, 1)
@@ -89,7 +89,7 @@ def test_another_ingress_goes_on_with_the_same_adapter_or_not_at_all(tmp_path: P
     asyncio.run(scenario())
 
 
-def test_an_answer_that_is_kept_is_read_after_its_adapter_was_unloaded(tmp_path: Path) -> None:
+def test_a_kept_answer_is_readable_after_its_adapter_was_unloaded(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
             await load(server, tmp_path, 1)
@@ -107,7 +107,7 @@ def test_an_answer_that_is_kept_is_read_after_its_adapter_was_unloaded(tmp_path:
 
 
 @pytest.mark.parametrize("later", ["unloaded", "other files"])
-def test_a_response_in_the_background_is_taken_over_with_its_adapter(
+def test_a_background_response_is_taken_over_with_its_adapter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
 ) -> None:
     monkeypatch.setattr(background, "HEARTBEAT_S", 0.01)

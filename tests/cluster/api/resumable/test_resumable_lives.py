@@ -41,7 +41,7 @@ async def cut(client: Client, count: int, **headers: str) -> list[bytes]:
         return await take(events, count)
 
 
-def test_without_a_key_a_client_that_leaves_ends_its_request(tmp_path: Path) -> None:
+def test_a_disconnect_aborts_a_request_without_a_key(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path, steps=2) as server:
             await cut(server.first, 1)
@@ -52,7 +52,7 @@ def test_without_a_key_a_client_that_leaves_ends_its_request(tmp_path: Path) -> 
     asyncio.run(scenario())
 
 
-def test_an_answer_goes_on_without_a_reader_and_its_client_comes_back(tmp_path: Path) -> None:
+def test_an_answer_continues_without_a_reader_until_its_client_reconnects(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.resume_grace_s": LONG_S}
         async with ResumableServer(tmp_path, steps=2, **settings) as server:
@@ -70,7 +70,7 @@ def test_an_answer_goes_on_without_a_reader_and_its_client_comes_back(tmp_path: 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_answer_that_nobody_reads_is_aborted_after_the_grace_time(
+def test_an_answer_without_a_reader_is_aborted_after_the_grace_time(
     tmp_path: Path, stream: bool
 ) -> None:
     async def scenario() -> None:
@@ -93,7 +93,7 @@ def test_an_answer_that_nobody_reads_is_aborted_after_the_grace_time(
     asyncio.run(scenario())
 
 
-def test_a_client_that_comes_back_as_the_grace_time_ends_gets_a_whole_answer(
+def test_a_client_that_reconnects_at_the_end_of_the_grace_time_gets_a_whole_answer(
     tmp_path: Path,
 ) -> None:
     """The client's request is read while the answer is being aborted."""
@@ -115,7 +115,7 @@ def test_a_client_that_comes_back_as_the_grace_time_ends_gets_a_whole_answer(
     asyncio.run(scenario())
 
 
-def test_a_client_that_is_back_ends_the_grace_time(tmp_path: Path) -> None:
+def test_a_reconnected_client_stops_the_grace_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.resume_grace_s": LONG_S}
         async with ResumableServer(tmp_path, steps=2, **settings) as server:
@@ -173,7 +173,7 @@ def test_a_second_request_waits_for_the_answer_of_the_first(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
-def test_an_answer_whose_ingress_is_gone_goes_on_at_another_one(tmp_path: Path) -> None:
+def test_an_answer_of_a_lost_ingress_continues_at_another_one(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path, steps=4) as server:
             begun = await cut(server.first, 4, idempotency_key="k")
@@ -190,7 +190,7 @@ def test_an_answer_whose_ingress_is_gone_goes_on_at_another_one(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["chat", "response", "message"])
-def test_a_stream_that_failed_goes_on_behind_what_came_before(tmp_path: Path, name: str) -> None:
+def test_a_failed_stream_continues_after_its_last_event(tmp_path: Path, name: str) -> None:
     path, body, text = REQUESTS[name]
 
     async def scenario() -> None:
@@ -225,7 +225,7 @@ def test_a_stream_that_failed_goes_on_behind_what_came_before(tmp_path: Path, na
     asyncio.run(scenario())
 
 
-def test_an_answer_goes_on_in_its_version_or_not_at_all(tmp_path: Path) -> None:
+def test_an_answer_continues_only_in_its_version(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path) as server:
             await server.cluster.change(lambda now: rosters.update_members(now, [0], version="1-a"))
@@ -258,7 +258,7 @@ def counted(client: Client) -> dict[str, float]:
     return dict(zip(RESUMABLE_RESULTS, counter.numbers, strict=True))
 
 
-def test_metrics_count_what_keys_saved(tmp_path: Path) -> None:
+def test_metrics_count_the_saved_tokens(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.resume_grace_s": SHORT_S}
         async with ResumableServer(tmp_path, steps=2, **settings) as server:

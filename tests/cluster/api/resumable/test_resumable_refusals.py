@@ -38,9 +38,7 @@ NAME = "0" * 32
         ({"last_event_id": f"{NAME}.1..4"}, "missing_idempotency_key"),
     ],
 )
-def test_headers_that_cannot_be_read_are_refused(
-    tmp_path: Path, headers: dict[str, str], code: str
-) -> None:
+def test_invalid_headers_are_refused(tmp_path: Path, headers: dict[str, str], code: str) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path) as server:
             refused = await server.first.post(PATH, {**BODY, "stream": True}, **headers)
@@ -51,7 +49,7 @@ def test_headers_that_cannot_be_read_are_refused(
     asyncio.run(scenario())
 
 
-def test_the_name_of_an_answer_is_that_of_its_whole_request() -> None:
+def test_the_name_of_an_answer_depends_on_the_whole_request() -> None:
     body = CompletionRequest(prompt="a")
     asked = [
         ("", "/v1/a", "k", body),
@@ -65,7 +63,7 @@ def test_the_name_of_an_answer_is_that_of_its_whole_request() -> None:
     assert answer_name(*asked[0]) == answer_name("", "/v1/a", "k", CompletionRequest(prompt="a"))
 
 
-def test_a_key_is_for_one_request(tmp_path: Path) -> None:
+def test_a_key_belongs_to_one_request(tmp_path: Path) -> None:
     """An idempotency key belongs to one path and one meaning of its body."""
 
     async def scenario() -> None:
@@ -95,7 +93,7 @@ def test_a_key_is_for_one_request(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_an_event_that_the_answer_does_not_have_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_event_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path) as server:
             begun = await server.first.stream(PATH, BODY, idempotency_key="k")
@@ -115,7 +113,7 @@ def test_an_event_that_the_answer_does_not_have_is_refused(tmp_path: Path) -> No
     asyncio.run(scenario())
 
 
-def test_what_is_not_streamed_has_no_events(tmp_path: Path) -> None:
+def test_an_answer_that_is_not_streamed_has_no_events(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path) as server:
             sent = {"idempotency_key": "k", "last_event_id": f"{NAME}.1..4"}
@@ -151,7 +149,7 @@ def test_a_key_belongs_to_its_caller(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_more_answers_than_are_kept_are_refused_while_all_run(tmp_path: Path) -> None:
+def test_answers_beyond_the_limit_are_refused_while_all_run(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alice\nbob\n")
     settings: dict[str, Any] = {
@@ -187,7 +185,7 @@ def test_more_answers_than_are_kept_are_refused_while_all_run(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_where_none_is_kept_the_header_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_keeps_no_answers_refuses_the_header(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path, **{"serve.resumable_answers": 0}) as server:
             refused = await server.first.post(PATH, BODY, idempotency_key="k")
@@ -196,7 +194,7 @@ def test_where_none_is_kept_the_header_is_refused(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_is_too_old_is_computed_again(tmp_path: Path) -> None:
+def test_an_expired_answer_is_computed_again(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with ResumableServer(tmp_path, **{"serve.resumable_age_s": 0.01}) as server:
             client = server.first
@@ -211,7 +209,7 @@ def test_what_is_too_old_is_computed_again(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_had_to_make_room_is_computed_again(tmp_path: Path) -> None:
+def test_an_evicted_answer_is_computed_again(tmp_path: Path) -> None:
     settings = {"serve.resumable_bytes": 1500}
 
     async def scenario() -> None:

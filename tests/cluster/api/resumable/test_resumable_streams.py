@@ -19,7 +19,7 @@ CUTS = 10
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_stream_goes_on_at_an_ingress_that_computes_it_again(tmp_path: Path, name: str) -> None:
+def test_a_stream_continues_at_an_ingress_that_recomputes_it(tmp_path: Path, name: str) -> None:
     """Each turn splits the engine's tokens differently."""
     path, body, text = REQUESTS[name]
     draw = random.Random(name)
@@ -43,9 +43,7 @@ def test_a_stream_goes_on_at_an_ingress_that_computes_it_again(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_stream_goes_on_behind_every_event_where_it_was_computed(
-    tmp_path: Path, name: str
-) -> None:
+def test_a_stream_continues_after_every_event_at_its_ingress(tmp_path: Path, name: str) -> None:
     path, body, text = REQUESTS[name]
 
     async def scenario() -> None:
@@ -63,7 +61,7 @@ def test_a_stream_goes_on_behind_every_event_where_it_was_computed(
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-def test_a_resumable_answer_is_the_answer_that_its_seed_gives(tmp_path: Path, name: str) -> None:
+def test_a_resumable_answer_equals_the_answer_of_its_seed(tmp_path: Path, name: str) -> None:
     """The content equals that of the request without the idempotency key."""
     path, body, text = REQUESTS[name]
     body = {name: value for name, value in body.items() if name != "stream_options"}
@@ -93,7 +91,7 @@ def _content(answer: object) -> object:
     return {name: _content(value) for name, value in answer.items() if name not in varies}
 
 
-def test_events_have_ids_only_where_a_key_is_sent(tmp_path: Path) -> None:
+def test_events_have_ids_only_for_requests_with_a_key(tmp_path: Path) -> None:
     path, body, text = REQUESTS["completion"]
 
     async def scenario() -> None:

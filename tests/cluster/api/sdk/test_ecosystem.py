@@ -60,7 +60,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("name", "value", "own"), FORMS)
-def test_another_name_of_a_form_is_this_form(name: str, value: Any, own: str) -> None:
+def test_other_names_of_a_response_format_are_accepted(name: str, value: Any, own: str) -> None:
     request = CompletionRequest(prompt="x", **{name: value})
     request.check()
     form = request.form()
@@ -71,7 +71,7 @@ def test_another_name_of_a_form_is_this_form(name: str, value: Any, own: str) ->
 
 
 @pytest.mark.parametrize(("name", "value", "own"), FORMS)
-def test_two_forms_are_refused_by_name(name: str, value: Any, own: str) -> None:
+def test_two_response_formats_are_refused_by_name(name: str, value: Any, own: str) -> None:
     other = {"guided_choice": ["x"]} if own != "choice" else {"regex": "x"}
     with pytest.raises(BadRequest, match="both set the format of the answer") as caught:
         CompletionRequest(prompt="x", **{name: value}, **other).check()
@@ -120,7 +120,7 @@ def test_top_p_zero_is_greedy() -> None:
     assert (sampler.top_k, sampler.top_p) == (1, 1.0)
 
 
-def test_an_empty_stop_is_none() -> None:
+def test_an_empty_stop_means_no_stop() -> None:
     assert CompletionRequest(prompt="x", stop="").sampling_params().stop_strings == []
 
 

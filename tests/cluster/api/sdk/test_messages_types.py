@@ -44,9 +44,7 @@ _JSON_BITS = [*'{}[]:," \n1-.é\\', '"a":', '{"b"', "true", "nul", "2e5", "\\ud8
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(_JSON_BITS), max_size=25), st.integers(1, 5))
-def test_an_input_is_what_a_reader_of_unfinished_json_makes_of_the_stream(
-    bits: list[str], step: int
-) -> None:
+def test_a_tool_input_equals_the_partial_json_of_the_stream(bits: list[str], step: int) -> None:
     text = '{"' + "".join(bits)
     reader = PartialObject()
     given = "".join(reader.push(text[at : at + step]) for at in range(0, len(text), step))
@@ -62,7 +60,7 @@ _VALUES = st.recursive(
 
 @settings(deadline=None)
 @given(st.dictionaries(st.text(), _VALUES), st.booleans())
-def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool) -> None:
+def test_an_object_keeps_its_values(value: dict[str, Any], ascii: bool) -> None:
     assert read_partial_object(json.dumps(value, ensure_ascii=ascii, indent=1)) == value
 
 
@@ -83,9 +81,7 @@ def test_an_object_is_read_as_it_was_written(value: dict[str, Any], ascii: bool)
         ('{"a": "two\nlines and \\d"} tail', {"a": "two\nlines and \\d"}),
     ],
 )
-def test_arguments_that_are_no_object_become_the_longest_valid_beginning(
-    text: str, value: object
-) -> None:
+def test_invalid_arguments_become_their_longest_valid_object(text: str, value: object) -> None:
     assert read_partial_object(text) == value
 
 
@@ -100,7 +96,7 @@ _NUMBER = r"-?(0|[1-9][0-9]{0,20})(\.[0-9]{1,20})?([eE][-+]?[0-9]{1,6})?"
 @example("1e999", 1)
 @example("806e+344450", 3)
 @example("-1e400", 2)
-def test_a_number_stays_as_it_was_written(number: str, step: int) -> None:
+def test_a_number_keeps_its_digits(number: str, step: int) -> None:
     """This includes numbers that a double cannot hold, and the text after them."""
     text = f'{{"a": {number}, "b": [{number}, "x"], "c": 1}}'
     reader = PartialObject()
@@ -114,7 +110,7 @@ def test_a_number_stays_as_it_was_written(number: str, step: int) -> None:
     assert math.isfinite(value["a"])
 
 
-def test_an_input_is_only_so_deep() -> None:
+def test_the_depth_of_an_input_is_bounded() -> None:
     deep = '{"a":' * (2 * MAX_DEPTH)
     assert msgspec.json.encode(read_partial_object(deep)).count(b"{") == MAX_DEPTH
 
@@ -179,7 +175,7 @@ def test_a_conversation_with_tools_in_the_common_form() -> None:
         ({"type": "tool", "name": "add"}, {"type": "function", "function": {"name": "add"}}, True),
     ],
 )
-def test_choices_among_tools(choice: object, name: object, parallel: object) -> None:
+def test_tool_choices_are_converted(choice: object, name: object, parallel: object) -> None:
     body = payload(tools=[{**ADD, "type": "custom", "strict": True}], tool_choice=choice)
     chat = conversation(body)
     assert msgspec.to_builtins(chat.tool_choice) == name
@@ -268,7 +264,7 @@ def test_unsupported_content_is_refused_by_name(fields: dict[str, Any], param: s
     assert param in caught.value.message
 
 
-def test_tools_and_a_form_in_one_request() -> None:
+def test_tools_and_a_response_format_in_one_request() -> None:
     schema = {"type": "object", "properties": {}}
     config = {"format": {"type": "json_schema", "schema": schema}}
     body = payload(tools=[{**ADD, "type": "custom"}], output_config=config)

@@ -200,7 +200,7 @@ def test_text_parts_become_lines() -> None:
     assert request.messages[0].text == "a\nb"
 
 
-def test_an_answer_of_ours_can_be_sent_back() -> None:
+def test_our_answer_is_accepted_as_history() -> None:
     """Clients append the answer's message, with all its nulls, to the conversation."""
     message = json.loads(msgspec.json.encode(ChatResponseMessage(content="hello")))
     message |= {"audio": None, "function_call": None, "tool_calls": None, "annotations": None}
@@ -268,14 +268,14 @@ def test_damaged_bytes_are_accepted_or_refused(kind: type[Any], data: st.DataObj
         decode(body, kind)
 
 
-def test_bias_of_what_is_no_token_is_refused() -> None:
+def test_a_bias_of_an_invalid_token_is_refused() -> None:
     error = refusal(lambda: completion(logit_bias={"x": 1}).sampling_params())
     assert error.param == "logit_bias"
     assert "'x' is not a token id" in error.message
     assert completion(logit_bias={"7": -1}).sampling_params().logit_bias == {7: -1.0}
 
 
-def test_sampling_params_take_request_fields_and_defaults() -> None:
+def test_sampling_params_have_request_fields_and_defaults() -> None:
     assert completion().sampling_params().max_tokens == 16
     assert chat().sampling_params().max_tokens is None
     assert chat(max_completion_tokens=5).sampling_params().max_tokens == 5
@@ -294,7 +294,7 @@ def test_sampling_params_take_request_fields_and_defaults() -> None:
     assert not params.skip_special_tokens
 
 
-def test_tokenize_takes_a_prompt_or_messages() -> None:
+def test_tokenize_accepts_a_prompt_or_messages() -> None:
     decode(b'{"prompt":"x"}', TokenizeRequest)
     decode(b'{"messages":[{"role":"user","content":"x"}]}', TokenizeRequest)
     for body in (b"{}", b'{"prompt":"x","messages":[]}'):

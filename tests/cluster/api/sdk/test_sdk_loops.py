@@ -38,7 +38,7 @@ def run(folder: Path, text: str, work: Callable[[ResponsesServer], Awaitable[Non
     asyncio.run(serve())
 
 
-def test_a_parsed_answer_and_its_call_go_back_to_chat(tmp_path: Path) -> None:
+def test_a_parsed_answer_with_a_call_is_accepted_as_chat_history(tmp_path: Path) -> None:
     async def work(server: ResponsesServer) -> None:
         tool = {**openai.pydantic_function_tool(look), "returns": {"type": "string"}}
         first = await server.client.chat.completions.parse(
@@ -61,7 +61,7 @@ def test_a_parsed_answer_and_its_call_go_back_to_chat(tmp_path: Path) -> None:
     run(tmp_path, CALL, work)
 
 
-def test_a_parsed_form_goes_back_to_chat(tmp_path: Path) -> None:
+def test_a_parsed_form_is_accepted_as_chat_history(tmp_path: Path) -> None:
     async def work(server: ResponsesServer) -> None:
         first = await server.client.chat.completions.parse(
             model="fake", messages=[USER], response_format=Point
@@ -76,7 +76,7 @@ def test_a_parsed_form_goes_back_to_chat(tmp_path: Path) -> None:
     run(tmp_path, '{"at": 3}', work)
 
 
-def test_parsed_items_go_back_to_responses(tmp_path: Path) -> None:
+def test_parsed_items_are_accepted_as_responses_input(tmp_path: Path) -> None:
     async def work(server: ResponsesServer) -> None:
         tool = openai.pydantic_function_tool(look)["function"]
         payload: dict[str, Any] = {"model": "fake", "tools": [{**tool, "type": "function"}]}
@@ -91,7 +91,7 @@ def test_parsed_items_go_back_to_responses(tmp_path: Path) -> None:
     run(tmp_path, CALL, work)
 
 
-def test_a_parsed_form_goes_back_to_responses(tmp_path: Path) -> None:
+def test_a_parsed_form_is_accepted_as_responses_input(tmp_path: Path) -> None:
     async def work(server: ResponsesServer) -> None:
         first = await server.client.responses.parse(
             model="fake", input="the quick", text_format=Point
@@ -104,7 +104,7 @@ def test_a_parsed_form_goes_back_to_responses(tmp_path: Path) -> None:
     run(tmp_path, '{"at": 3}', work)
 
 
-def test_a_dumped_message_goes_back_to_anthropics_api(tmp_path: Path) -> None:
+def test_a_dumped_message_is_accepted_by_the_messages_api(tmp_path: Path) -> None:
     async def work(server: ResponsesServer) -> None:
         url = str(server.cluster.client.base_url)
         tools: Any = [{"name": "look", "input_schema": {"type": "object"}, "returns": {}}]
