@@ -41,7 +41,7 @@ NO_SECRETS: dict[tuple[str, str], str] = {
     # (file, name of the field or parameter) -> why it is not a secret.
     ("*", "cache_salt"): "of a request, which is shown with it or not at all",
     ("cluster/client/routing/router.py", "salt"): "the same",
-    ("cluster/client/routing/prompt_blocks.py", "salt"): "the same",
+    ("cluster/client/routing/prefix_index.py", "salt"): "the same",
     ("engine/kv/block_hash.py", "salt"): "the same",
     ("*", "block_hashes"): "of a prefix: an index alone has them",
     ("engine/kv/*.py", "block_hash"): "the same",

@@ -19,7 +19,6 @@ from swell.kernels import backends
 from swell.worker.cache_size import block_bytes, count_cache_blocks
 from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.stores import Stores, reachable
-from swell.worker.device import device_of
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.layers.packed_weight import pack_weights
@@ -413,3 +412,18 @@ class Worker:
             return
         threads = self.config.model.cpu_threads or available_cores() // self.local_workers
         torch.set_num_threads(max(1, threads))
+
+
+def device_of(configured: str, local_rank: int) -> torch.device:
+    """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
+    GPU does not exist."""
+    if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"worker {local_rank} of this machine needs a GPU of its own, but torch sees "
+            f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
+        )
+    return torch.device("cuda", local_rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.cluster.client.routing.prefix_index import PromptBlocks
 from swell.cluster.client.routing.routable_engines import Candidates
 from swell.cluster.client.routing.router import Router
 

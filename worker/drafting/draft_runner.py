@@ -29,8 +29,7 @@ from torch import Tensor
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import Model
-from swell.worker.sample.proposals import PendingProposals
-from swell.worker.sample.sampler import SamplerOutput
+from swell.worker.sample.sampler import PendingProposals, SamplerOutput
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder

@@ -21,7 +21,6 @@ from swell.cluster.client.requests.outputs import (
 )
 from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.client.requests.stats import IterationStats, StatsSink
-from swell.cluster.client.token_pieces import one_by_one
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
@@ -34,6 +33,7 @@ from swell.engine.wire import (
     EngineCoreRequest,
     FinishReason,
 )
+from swell.worker.sampler_wire import TokenLogprobs
 
 
 class OutputProcessorOutput(msgspec.Struct):
@@ -229,3 +229,27 @@ class OutputProcessor:
             # `/admin/requests/ID` finds the external id while the ingress remembers the request.
             id, reason = state.external_id, " ".join(str(state.stop_reason).split())
             self._log.warning("request failed", id=id, reason=reason, ranks=state.ranks)
+
+
+def one_by_one(output: EngineCoreOutput) -> Sequence[EngineCoreOutput]:
+    """Returns outputs of one token each. The first one has the extras that belong to no token, the
+    last one has the finish reason."""
+    *before, last = output.new_token_ids or [0]
+    if not before:
+        return (output,)
+    others = [extra for extra in output.extras if not isinstance(extra, TokenLogprobs)]
+    rows = [extra for extra in output.extras if isinstance(extra, TokenLogprobs)]
+    pieces = [
+        msgspec.structs.replace(
+            output,
+            new_token_ids=[token_id],
+            extras=(others if place == 0 else []) + rows[place : place + 1],
+            finish_reason=None,
+            stop_reason=None,
+        )
+        for place, token_id in enumerate(before)
+    ]
+    return [
+        *pieces,
+        msgspec.structs.replace(output, new_token_ids=[last], extras=rows[len(before) :]),
+    ]

@@ -1,14 +1,41 @@
-"""Engines of one roster to which an ingress may send a request. Pure."""
+"""Engines of one roster to which an ingress may send a request, and the few of them that all
+ingresses consider for a conversation. Pure."""
 
 from __future__ import annotations
 
 import enum
+import hashlib
+from bisect import bisect_left
 from collections.abc import Iterable
 from functools import cached_property
 
 from swell.cluster.client.engine_connection import EngineId
-from swell.cluster.client.routing.hash_ring import HashRing
 from swell.coordinator.roster import Member, MemberState, Roster
+
+_DIGEST_BYTES = 8
+
+
+class HashRing:
+    """Consistent hashing: ranks of engines on a ring, each at the place of its hash.
+
+    An engine that joins or leaves changes one of the ranks chosen for a key, and only for keys near
+    its place on the ring.
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        points = sorted((_place(rank.to_bytes(4, "little")), rank) for rank in ranks)
+        self._places = [place for place, _ in points]
+        self._ranks = [rank for _, rank in points]
+
+    def neighbours(self, key: bytes, count: int) -> list[int]:
+        """Returns up to `count` ranks that follow the place of a key on the ring."""
+        start = bisect_left(self._places, _place(key))
+        chosen = self._ranks[start : start + count]
+        return chosen + self._ranks[: min(start, count - len(chosen))]
+
+
+def _place(key: bytes) -> bytes:
+    return hashlib.blake2b(key, digest_size=_DIGEST_BYTES).digest()
 
 
 class Role(enum.Enum):

@@ -29,8 +29,7 @@ from itertools import cycle, islice
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.routing.admission import Backlog
-from swell.cluster.client.routing.prefix_index import PrefixIndex
-from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.cluster.client.routing.prefix_index import PrefixIndex, PromptBlocks
 from swell.cluster.client.routing.routable_engines import Candidates, Role, RoutableEngines
 from swell.cluster.client.routing.routed_engine import MAX_TRACKED_BLOCKS, Route, RoutedEngine
 from swell.coordinator.roster import MemberState, Roster

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.client.requests.merged_outputs import OutputsInTurn
+from swell.cluster.client.requests.output_processor import one_by_one
 from swell.cluster.client.requests.outputs import (
     CompletionOutput,
     RequestOutput,
@@ -16,7 +17,6 @@ from swell.cluster.client.requests.outputs import (
     TokenQueue,
 )
 from swell.cluster.client.requests.request_state import RequestState
-from swell.cluster.client.token_pieces import one_by_one
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, TokenLogprobs

@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.client.requests.merged_outputs import MergedOutputs
+from swell.cluster.client.requests.merged_outputs import (
+    MergedOutputs,
+    merge_outputs,
+    select_best_of,
+)
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import (
     CompletionOutput,
@@ -17,7 +21,6 @@ from swell.cluster.client.requests.outputs import (
     RequestOutput,
     RequestOutputKind,
 )
-from swell.cluster.client.requests.parallel_sampling import merge_outputs, select_best_of
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from swell.cluster.client.routing.hash_ring import HashRing
+from swell.cluster.client.routing.routable_engines import HashRing
 
 KEYS = [b"key %d" % number for number in range(500)]
 

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.routing import routed_engine
 from swell.cluster.client.routing import router as routing
-from swell.cluster.client.routing.prompt_blocks import PromptBlocks
+from swell.cluster.client.routing.prefix_index import PromptBlocks
 from swell.cluster.client.routing.routed_engine import TOKENS_PER_ROW, Route
 from swell.cluster.client.routing.router import SLACK_TOKENS, NoEngine, Router
 from swell.coordinator.roster import Member, MemberState, Roster, update_members
