@@ -286,7 +286,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     20: {
         "it terminates every process of the Ray cluster that it has started": (
             "tests/cluster/cli/start/test_ray_leftovers.py"
-            "::test_a_stopped_process_and_the_child_of_a_killed_one_are_ended",
+            "::test_a_stopped_process_and_the_child_of_a_killed_one_are_killed",
         ),
     },
 }
@@ -319,7 +319,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "Ray learns late that a host is lost": {
         "`swell doctor` shows these settings and the resulting time": (
             "tests/cluster/cli/doctor/test_run_checks.py"
-            "::test_the_settings_that_find_a_lost_host_are_named_where_all_is_well",
+            "::test_settings_for_lost_hosts_are_named_on_healthy_hosts",
         ),
         "that is 65 s at most, with the files in `configs/ray` 90 s": (
             "tests/test_reliability_page.py::test_the_times_of_health_checks_are_those_on_the_page",

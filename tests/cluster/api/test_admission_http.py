@@ -89,7 +89,7 @@ def test_every_api_sends_retry_after(folder):
             assert error["code"] == "too_many_waiting_requests"
 
 
-def test_nothing_is_read_of_a_request_that_is_refused(folder):
+def test_the_body_of_a_refused_request_is_not_read(folder):
     """A refused request is not read, except its key: a client without a valid key does not learn
     how full the cluster is."""
     (folder / "keys").write_text("secret\n")
@@ -109,7 +109,7 @@ def test_nothing_is_read_of_a_request_that_is_refused(folder):
     assert asyncio.run(run()) == (429, 401, 200)
 
 
-def test_requests_that_come_at_once_stay_within_the_bound_together(folder):
+def test_concurrent_requests_stay_within_the_waiting_bound(folder):
     """The bound holds even though each request is admitted before the others are submitted."""
 
     async def run() -> list[int]:
@@ -129,7 +129,7 @@ def test_requests_that_come_at_once_stay_within_the_bound_together(folder):
     assert (statuses.count(200), statuses.count(429)) == (5, 35)
 
 
-def test_running_requests_migrate_however_many_wait(folder):
+def test_running_requests_migrate_although_the_waiting_bound_is_reached(folder):
     async def run() -> int:
         settings = {"scheduler.max_rows": 1, "serve.max_waiting_requests": 1}
         async with FakeCluster(folder, **settings).serving() as cluster:
@@ -175,7 +175,7 @@ def limited(path: str, *, stream: bool = False) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", REQUEST)
-def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(folder, path, stream):
+def test_a_request_without_a_token_in_time_is_a_408_and_is_aborted(folder, path, stream):
     async def run() -> tuple[httpx.Response, list[str], list[str]]:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, NO_STEPS)
@@ -203,7 +203,7 @@ def test_a_request_that_has_no_token_in_time_is_a_408_and_leaves_its_engine(fold
         assert (error["type"], error["code"]) == ("timeout_error", "request_timeout")
 
 
-def test_a_request_that_waits_for_an_engine_ends_in_time(folder):
+def test_a_request_that_waits_for_an_engine_ends_at_its_deadline(folder):
     async def run() -> httpx.Response:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
@@ -258,7 +258,7 @@ def test_a_stream_that_has_begun_ends_with_a_timeout_error(folder, path):
         assert text.endswith("data: [DONE]\n\n")
 
 
-def test_an_answer_in_time_is_whole_and_leaves_no_timer(folder):
+def test_an_answer_before_its_deadline_is_whole_and_leaves_no_timer(folder):
     async def run() -> tuple[int, int]:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)

@@ -66,7 +66,7 @@ def test_a_request_that_waits_for_the_first_engine_ends_with_the_drain(tmp_path:
     asyncio.run(scenario())
 
 
-def test_an_answer_that_ends_in_time_is_whole(tmp_path: Path) -> None:
+def test_an_answer_that_finishes_before_the_drain_timeout_is_whole(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, drain_s=600.0) as world:
             engine: FakeEngine = await world.cluster.join(0, 1)

@@ -267,7 +267,7 @@ def test_a_restarted_coordinator_rebuilds_its_state_from_all_others(folder):
     assert late == truth([9], 20, seed=3)
 
 
-def test_two_ingresses_share_the_engines_without_crossing(folder):
+def test_two_ingresses_share_the_engines_without_mixing_answers(folder):
     prompts = [[n] for n in range(8)]
 
     async def scenario(house: ThreadedCluster) -> list[list[int]]:
@@ -280,7 +280,7 @@ def test_two_ingresses_share_the_engines_without_crossing(folder):
         assert asyncio.run(scenario(house)) == [truth(p, 60, seed=3) for p in prompts]
 
 
-def test_any_ingress_reports_the_counts_of_all(folder):
+def test_any_ingress_reports_the_counts_of_all_ingresses(folder):
     """The counts include ingresses that have stopped, and ingresses that report again to a
     restarted coordinator."""
 
@@ -311,7 +311,7 @@ def test_any_ingress_reports_the_counts_of_all(folder):
         assert asyncio.run(scenario(house)) == 4
 
 
-def test_everything_is_free_after_clients_left(folder):
+def test_everything_is_freed_after_clients_disconnected(folder):
     async def leave(house: ThreadedCluster, client: httpx.AsyncClient, stream: bool) -> None:
         """Disconnects while an engine computes the answer."""
         asked = asyncio.create_task(
@@ -346,7 +346,7 @@ def test_everything_is_free_after_clients_left(folder):
     ]
 
 
-def test_keys(folder, tmp_path):
+def test_requests_need_a_valid_key(folder, tmp_path):
     (tmp_path / "users").write_text("# keys\nalpha  # of somebody\nbeta\n")
     (tmp_path / "admins").write_text("root\n")
 

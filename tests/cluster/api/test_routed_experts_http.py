@@ -44,7 +44,7 @@ def check(found: dict[str, Any], prompt: list[int], answer: list[int]) -> None:
 
 
 @routes
-def test_a_whole_answer_has_them(tmp_path: Path, route: str) -> None:
+def test_a_whole_answer_has_its_routed_experts(tmp_path: Path, route: str) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         payload = {**BODIES[route], "return_token_ids": True}
@@ -61,7 +61,9 @@ def test_a_whole_answer_has_them(tmp_path: Path, route: str) -> None:
 
 @routes
 @pytest.mark.parametrize("move", [False, True])
-def test_the_last_chunk_of_each_choice_has_them(tmp_path: Path, route: str, move: bool) -> None:
+def test_the_last_chunk_of_each_choice_has_its_routed_experts(
+    tmp_path: Path, route: str, move: bool
+) -> None:
     """The experts cover the output of all engines that computed a part of the answer."""
 
     async def scene(cluster: FakeCluster) -> None:
@@ -95,7 +97,7 @@ def test_the_last_chunk_of_each_choice_has_them(tmp_path: Path, route: str, move
 
 
 @routes
-def test_a_server_without_them_refuses(tmp_path: Path, route: str) -> None:
+def test_a_server_that_records_no_experts_refuses(tmp_path: Path, route: str) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         refused = await cluster.client.post(route, json=BODIES[route])

@@ -65,7 +65,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
     asyncio.run(run())
 
 
-def test_a_template_that_needs_a_description_gets_an_empty_one() -> None:
+def test_a_template_that_needs_a_description_receives_an_empty_one() -> None:
     """A tool may omit its description and parameters, which some templates cannot handle."""
     template = (
         "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"

@@ -34,7 +34,7 @@ def run(fake: FakeServer, tmp_path: Path, *more: str) -> tuple[int, dict[str, An
     return code, json.loads(file.read_text())
 
 
-def test_everything_is_counted(
+def test_all_requests_and_tokens_are_counted(
     fake: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.gap_s = 0.02
@@ -54,7 +54,7 @@ def test_everything_is_counted(
     assert shown.isascii()
 
 
-def test_requests_are_as_configured(fake: FakeServer, tmp_path: Path) -> None:
+def test_requests_follow_the_configuration(fake: FakeServer, tmp_path: Path) -> None:
     fake.gap_s = 0.02
     run(fake, tmp_path)
     assert fake.most_in_flight == 3
@@ -123,12 +123,12 @@ def test_offline_has_no_latencies() -> None:
     bench.print_report(report)
 
 
-def test_nothing_succeeded() -> None:
+def test_a_run_without_a_success_reports_the_first_error() -> None:
     report = summarize([Sample(error="no"), Sample(error="later")], 0.0, {})
     assert (report.ok, report.failed, report.first_error) == (0, 2, "no")
 
 
-def test_percentiles() -> None:
+def test_percentiles_are_interpolated() -> None:
     values = [value / 1000 for value in range(1, 102)]
     random.Random(0).shuffle(values)
     known = percentiles_ms(values)
@@ -223,11 +223,11 @@ def test_broken_streams_are_errors(wire: bytes, message: str) -> None:
         ("http://[::1]:8000", "http://[::1]:8000"),
     ],
 )
-def test_urls_are_normal(given: str, url: str) -> None:
+def test_urls_are_normalized(given: str, url: str) -> None:
     assert normal_url(given) == url
 
 
 @pytest.mark.parametrize("given", ["", ":8000", "ftp://h", "http://h:x", "http://h:99999", "a b"])
-def test_no_urls(given: str) -> None:
+def test_invalid_urls_are_refused(given: str) -> None:
     with pytest.raises(ServerError, match="is not a URL"):
         normal_url(given)

@@ -70,7 +70,7 @@ def test_every_command_has_help(command: str, capsys: Capture) -> None:
         ["bench", "--url", "u", "--requests", "0"],
     ],
 )
-def test_wrong_usage_is_2(arguments: list[str], capsys: Capture) -> None:
+def test_wrong_usage_exits_with_2(arguments: list[str], capsys: Capture) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
@@ -104,7 +104,7 @@ def test_expected_errors_are_named_where_they_are_defined(place: str) -> None:
     assert f"{kind.__module__}:{kind.__qualname__}" == place
 
 
-def test_status(fake: FakeServer, capsys: Capture) -> None:
+def test_status_prints_the_cluster(fake: FakeServer, capsys: Capture) -> None:
     assert main(["status", "--url", fake.url]) == 0
     out = capsys.readouterr().out
     assert "epoch 3, 1 of 1 engines active" in out and "25%" in out
@@ -131,7 +131,7 @@ def test_a_refused_change_is_an_error(fake: FakeServer, capsys: Capture) -> None
     assert "400: engines=9" in one_line(capsys)
 
 
-def test_drain(fake: FakeServer, capsys: Capture) -> None:
+def test_drain_names_the_rank(fake: FakeServer, capsys: Capture) -> None:
     fake.engines, fake.phases = 2, ["drain", "idle"]
     assert main(["drain", "1", "--url", fake.url]) == 0
     assert "1 of 1 engines active" in capsys.readouterr().out
@@ -160,7 +160,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> Any:
     return use
 
 
-def test_chat(fake: FakeServer, lines: Any, capsys: Capture) -> None:
+def test_chat_streams_answers(fake: FakeServer, lines: Any, capsys: Capture) -> None:
     lines("hi", "", "again", "/clear", "new", "/quit", "never")
     assert main(["chat", fake.url, "--system", "Be brief.", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == "ab ab ab \n" * 3
@@ -184,7 +184,7 @@ def test_a_failed_answer_leaves_the_conversation_as_it_was(fake: FakeServer, lin
     assert conversation.messages == []
 
 
-def test_interrupting_an_answer_keeps_what_came(
+def test_interrupting_an_answer_keeps_its_text_so_far(
     fake: FakeServer, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def interrupted(self: chat.Conversation, parts: list[str]) -> None:
@@ -198,7 +198,7 @@ def test_interrupting_an_answer_keeps_what_came(
     assert "[stopped]" in capsys.readouterr().out
 
 
-def test_interrupts_are_130(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupts_exit_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(args: object) -> int:
         raise KeyboardInterrupt
 

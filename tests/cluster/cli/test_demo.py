@@ -27,14 +27,14 @@ def test_the_demo_continues_until_the_new_engine_has_served(
     assert "engine 0: reverse: kitten -> ab ab" in out and "grew to 2 engines" in out
 
 
-def test_a_failed_answer_ends_it() -> None:
+def test_a_failed_answer_ends_the_demo() -> None:
     with running() as fake:
         fake.fail_every = 9
         with pytest.raises(demo.DemoFailed, match="no engine is ready yet"):
             asyncio.run(demo.run_demo(fake.url))
 
 
-def test_a_change_that_fails_ends_it() -> None:
+def test_a_failed_change_ends_the_demo() -> None:
     with running() as fake:
         fake.phases, fake.error = ["failed"], "no more memory"
         with pytest.raises(RuntimeError, match="no more memory"):

@@ -61,7 +61,7 @@ def commands(text: str, pattern: re.Pattern[str]) -> list[tuple[str, str, list[s
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_the_commands_in_a_file_exist(path: Path) -> None:
+def test_the_documented_commands_exist(path: Path) -> None:
     is_page = path.suffix == ".md"
     for text in code_of(path):
         for program, name, used in commands(text, IN_CODE if is_page else IN_FILE):

@@ -35,7 +35,7 @@ def test_each_problem_is_named_once_with_its_hosts(monkeypatch: pytest.MonkeyPat
     host_checks.check_hosts(load("owner/name"))
 
 
-def test_a_file_that_a_host_lacks(tmp_path: Path) -> None:
+def test_a_file_that_a_host_lacks_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = load(str(tmp_path), {"serve.chat_template": "/nowhere/a.jinja", "serve.port": 0})
     (problem,) = problems(config, NODE)
@@ -48,7 +48,7 @@ def test_a_file_that_a_host_lacks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("host", [NODE, "0.0.0.0"])
-def test_a_port_that_another_server_has(taken: socket.socket, host: str) -> None:
+def test_a_port_of_another_server_is_reported(taken: socket.socket, host: str) -> None:
     port = taken.getsockname()[1]
     config = load("owner/name", {"serve.host": host, "serve.port": port})
     assert problems(config, NODE) == [
@@ -69,13 +69,13 @@ def test_an_ingress_may_listen_at_the_interface(taken: socket.socket) -> None:
     assert problems(config, "127.0.0.12") == []
 
 
-def test_an_interface_that_a_host_lacks() -> None:
+def test_an_interface_that_a_host_lacks_is_reported() -> None:
     config = load("owner/name", {"cluster.interface": "10.99.99.0/24", "serve.port": 0})
     (problem,) = problems(config, NODE)
     assert problem.startswith("cluster.interface='10.99.99.0/24' has no IPv4 address on the host")
 
 
-def test_a_range_without_a_free_port() -> None:
+def test_a_range_without_a_free_port_is_reported() -> None:
     """With `serve.port=0`, an ingress claims a port in the second eighth of the range."""
     config = load("owner/name", {"cluster.ports": "21700-21715", "serve.host": NODE})
     config = with_port(config, 0)

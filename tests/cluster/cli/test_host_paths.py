@@ -10,7 +10,7 @@ from swell.cluster.cli.doctor.host_paths import named_paths, unreadable
 from swell.configs.schema import load
 
 
-def test_files_that_are_named_and_those_that_cannot_be_read(tmp_path: Path) -> None:
+def test_configured_files_are_checked_for_readability(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     paths = named_paths(load(str(tmp_path), {"serve.chat_template": "/nowhere/template.jinja"}))
     assert sorted(paths) == ["model.path", "serve.chat_template"]
@@ -41,5 +41,5 @@ def test_the_folder_of_a_draft_model_is_named(tmp_path: Path) -> None:
     assert named_paths(load("owner/name", drafts)) == {}
 
 
-def test_a_hub_id_is_no_file() -> None:
+def test_a_hub_id_is_not_a_file() -> None:
     assert named_paths(load("owner/name")) == {}

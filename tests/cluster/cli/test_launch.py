@@ -138,7 +138,7 @@ def test_the_reason_names_replicas_that_serve_has_not_started(
         ("Something new that Serve says.", STARTING),
     ],
 )
-def test_what_serve_says_is_said_in_our_words(
+def test_errors_of_serve_are_translated(
     wait: Any, said: FakeServe, shown: list[str], message: str, reason: str
 ) -> None:
     """A user cannot make a slow constructor faster, so Serve's message about it is replaced."""
@@ -148,7 +148,7 @@ def test_what_serve_says_is_said_in_our_words(
     assert shown[0].endswith(reason) and "__init__" not in shown[0]
 
 
-def test_a_controller_that_does_not_answer_is_waited_for(
+def test_the_start_waits_for_an_unresponsive_controller(
     wait: Any, shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([RayActorError()])
@@ -163,7 +163,7 @@ def test_a_controller_that_does_not_answer_is_waited_for(
     assert shown == ["Ray Serve's controller does not answer"]
 
 
-def test_an_application_that_serve_gives_up_ends_the_start(wait: Any, said: FakeServe) -> None:
+def test_an_application_that_serve_abandons_ends_the_start(wait: Any, said: FakeServe) -> None:
     trace = "the replica died\n  File x\nConfigError: cluster.interface='eth7' has no\n"
     text = "The deployments ['Manager'] are DEPLOY_FAILED."
     said.says = [application(ApplicationStatus.DEPLOY_FAILED, text, trace, "")]
@@ -187,7 +187,7 @@ def test_the_url_is_one_at_which_an_ingress_answers(
     assert launch._url(ServeConfig(host=listens_at), HOST, is_here=is_here) == url
 
 
-def test_the_end_begins_after_an_error_too() -> None:
+def test_the_shutdown_begins_also_after_an_error() -> None:
     """Otherwise a stopped raylet would hold up the end of a start that has failed."""
     stop = threading.Event()
     with pytest.raises(StartupError), launch._ending_sets(stop):

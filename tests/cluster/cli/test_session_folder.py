@@ -60,7 +60,7 @@ def test_the_folder_of_a_killed_process_is_removed_and_no_other(
 
 
 @pytest.mark.parametrize("how", ["argument", "open file"])
-def test_a_folder_that_a_process_still_uses_stays(
+def test_a_folder_in_use_is_not_removed(
     tmp_path: Path, owner: tuple[subprocess.Popen[str], Path], how: str
 ) -> None:
     """Ray's processes use the folder until they notice that its owner is gone."""
@@ -85,13 +85,13 @@ def test_a_folder_that_a_process_still_uses_stays(
     assert remove_abandoned(tmp_path) == [folder]
 
 
-def test_a_folder_that_is_kept_for_its_logs_stays(tmp_path: Path) -> None:
+def test_a_folder_kept_for_its_logs_is_not_removed(tmp_path: Path) -> None:
     with session_folder(keep=True, parent=tmp_path) as folder:
         pass
     assert remove_abandoned(tmp_path) == [] and os.path.isdir(folder)
 
 
-def test_a_start_removes_what_was_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_start_removes_leftover_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls: list[str] = []
     monkeypatch.setattr(launch, "remove_abandoned", lambda: calls.append("removed"))
     monkeypatch.setattr(

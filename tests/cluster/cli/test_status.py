@@ -83,7 +83,7 @@ def switch(
     return code, requested
 
 
-def test_sleep_shows_the_level_and_what_each_engine_has_given_back(
+def test_sleep_shows_the_level_and_the_memory_that_each_engine_freed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, requested = switch(

@@ -55,11 +55,11 @@ def state(phase: str, version: str, previous: str | None, error: str | None = No
     return UpgradeState(phase=phase, version=version, previous=previous, error=error)
 
 
-def test_it_ends_when_all_engines_are_of_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upgrade_ends_when_all_engines_have_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, NEW, state("in progress", NEW, OLD), state("idle", NEW, None)) == 0
 
 
-def test_the_one_that_cancels_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_cancels_an_upgrade_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(monkeypatch, OLD, state("cancelling", OLD, NEW), state("cancelled", OLD, NEW)) == 0
 
 
@@ -72,7 +72,7 @@ def test_the_one_that_cancels_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
         ([("idle", OTHER)], f"replaced by another one, to version {OTHER}"),
     ],
 )
-def test_it_fails_when_another_version_is_wanted(
+def test_upgrade_fails_when_another_version_becomes_the_target(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     states: list[tuple[str, str]],

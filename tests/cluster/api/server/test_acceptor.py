@@ -111,7 +111,7 @@ def test_a_failed_accept_is_retried(loop, monkeypatch):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_no_connection_is_accepted_after_the_end(loop):
+def test_no_connection_is_accepted_after_shutdown(loop):
     harness = AcceptorHarness(0)
 
     async def work() -> None:

@@ -82,7 +82,7 @@ def test_the_server_itself_and_listed_origins_are_allowed(folder: Path) -> None:
     assert reached == ["pause"] * 7
 
 
-def test_a_loopback_server_answers_under_its_own_names_alone(folder: Path) -> None:
+def test_a_loopback_server_answers_only_under_its_own_names(folder: Path) -> None:
     """DNS rebinding: an attacker's host name may resolve to the server's address, which makes page
     and server the same origin. The server refuses such a name."""
     evil = {"host": "evil.example:8000"}
@@ -108,7 +108,7 @@ def test_only_json_is_read(folder: Path) -> None:
     assert [status for status, _, _ in answers] == [415] * len(kinds)
 
 
-def test_a_users_key_is_no_admin_key(folder: Path, tmp_path: Path) -> None:
+def test_a_user_key_is_refused_by_admin_routes(folder: Path, tmp_path: Path) -> None:
     users, admins = tmp_path / "users", tmp_path / "admins"
     users.write_text("alpha\n")
     admins.write_text("root\n")
@@ -145,5 +145,5 @@ def test_a_users_key_is_no_admin_key(folder: Path, tmp_path: Path) -> None:
         ("localhost.:80", "localhost"),
     ],
 )
-def test_the_name_in_a_host(host: str, name: str) -> None:
+def test_the_host_name_is_read_from_a_host_header(host: str, name: str) -> None:
     assert host_name(host) == name

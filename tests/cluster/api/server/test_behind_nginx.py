@@ -79,7 +79,7 @@ async def nginx(folder: Path, ours: int) -> AsyncIterator[int]:
         await process.wait()
 
 
-def test_nginx_cuts_a_whole_answer_that_waits_and_no_stream(tmp_path: Path) -> None:
+def test_nginx_cuts_off_a_waiting_whole_answer_but_not_a_stream(tmp_path: Path) -> None:
     async def scenario() -> None:
         settings = {"serve.keep_alive_s": 0.05}
         async with serving(tmp_path, **settings) as world:

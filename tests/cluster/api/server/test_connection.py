@@ -142,7 +142,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_more_than_a_head_may_have_is_refused_while_it_comes(name: str) -> None:
+def test_an_oversized_head_is_refused_while_it_arrives(name: str) -> None:
     data, status = HEADS[name]
 
     async def scenario() -> None:
@@ -199,7 +199,7 @@ def test_half_a_request_is_closed_at_its_deadline(name: str) -> None:
     asyncio.run(scenario())
 
 
-def test_a_body_that_comes_byte_by_byte_is_closed_at_its_deadline() -> None:
+def test_a_body_that_arrives_byte_by_byte_is_closed_at_its_deadline() -> None:
     async def scenario() -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
@@ -218,7 +218,7 @@ def test_a_body_that_comes_byte_by_byte_is_closed_at_its_deadline() -> None:
     asyncio.run(scenario())
 
 
-def test_an_answer_that_takes_long_is_not_cut_off() -> None:
+def test_a_slow_answer_is_not_cut_off() -> None:
     """Blank lines after the request, or the first bytes of the next one, do not end a slow
     answer."""
 
@@ -233,7 +233,7 @@ def test_an_answer_that_takes_long_is_not_cut_off() -> None:
     asyncio.run(scenario(b"\r\n\r\n"))
 
 
-def test_an_idle_connection_has_time_between_requests_and_none_within() -> None:
+def test_the_head_timeout_applies_only_within_a_request() -> None:
     async def scenario() -> None:
         async with served(QUICK) as server:
             wire = await server.connect()
@@ -248,7 +248,7 @@ def test_an_idle_connection_has_time_between_requests_and_none_within() -> None:
     asyncio.run(scenario())
 
 
-def test_connections_beyond_the_limit_are_refused_and_room_comes_back() -> None:
+def test_connections_beyond_the_limit_are_refused_until_others_close() -> None:
     async def scenario() -> None:
         async with served(PATIENT) as server:
             held = [await server.connect() for _ in range(PATIENT.max_connections)]
@@ -285,7 +285,7 @@ def test_a_client_refused_before_its_body_reads_the_error_while_it_sends() -> No
     asyncio.run(scenario())
 
 
-def test_many_requests_at_once_on_one_connection_are_not_parsed_to_their_end() -> None:
+def test_a_flood_of_pipelined_requests_is_not_parsed_to_the_end() -> None:
     async def scenario() -> None:
         async with served(PATIENT) as server:
             wire = await server.connect()
@@ -399,7 +399,7 @@ def test_a_client_that_does_not_read_the_end_of_its_answer_is_disconnected(left_
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_behind_a_second_request_is_noticed() -> None:
+def test_a_disconnect_after_a_second_request_is_detected() -> None:
     async def scenario() -> None:
         async with served(PATIENT) as server:
             begun, ended = asyncio.Event(), asyncio.Event()
@@ -423,7 +423,7 @@ def test_a_client_that_leaves_behind_a_second_request_is_noticed() -> None:
     asyncio.run(scenario())
 
 
-def test_no_more_connections_than_there_are_file_descriptors() -> None:
+def test_connections_are_limited_by_file_descriptors() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = ServeConfig(max_connections=hard * 2, head_timeout_s=1, transfer_timeout_s=1)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -455,7 +455,7 @@ def test_too_few_file_descriptors_are_refused_at_the_start(few_files: Any) -> No
             check(ServeConfig())
 
 
-def test_fewer_connections_than_configured_are_said_at_the_start_and_to_clients(
+def test_a_reduced_connection_limit_is_logged_at_the_start_and_named_to_clients(
     few_files: Any,
 ) -> None:
     few_files(1024)

@@ -84,7 +84,7 @@ def test_no_cors_headers_by_default(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [ON, {"serve.cors_origins": ["*"]}], ids=["listed", "all"])
-def test_every_route_but_the_admins_may_be_called(folder: Path, settings: Any) -> None:
+def test_all_routes_except_admin_routes_may_be_called(folder: Path, settings: Any) -> None:
     origin = PAGE if settings is ON else "*"
     got = answers(folder, *(call(path, PAGE) for path in ROUTES), **settings)
     for one in got:
@@ -165,7 +165,7 @@ def test_a_preflight_needs_no_key(folder: Path) -> None:
     assert got.status_code == 200
 
 
-def test_a_full_cluster_and_event_streams(folder: Path) -> None:
+def test_refusals_by_a_full_cluster_and_event_streams_have_cors_headers(folder: Path) -> None:
     """A 429 is sent before the body is read. The head of a stream is sent with its first token."""
     payload = {**BODIES["/v1/chat/completions"], "stream": True}
     settings = {**ON, "serve.max_waiting_requests": 1, "scheduler.max_rows": 1}

@@ -124,7 +124,7 @@ def parsed(data: bytes) -> tuple[int, bytes]:
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_client_that_stops_sending_gets_its_answer(
+def test_a_client_that_closed_its_sending_side_gets_its_answer(
     folder: Path, run: Any, monkeypatch: pytest.MonkeyPatch, version: str, stream: bool
 ) -> None:
     """The answer comes some time after the client stopped sending, and before any probe."""
@@ -157,7 +157,7 @@ def test_a_client_that_stops_sending_gets_its_answer(
     assert ids == truth([5, 6], 8)
 
 
-def test_short_routes_too(folder: Path, run: Any) -> None:
+def test_short_routes_answer_a_half_closed_client(folder: Path, run: Any) -> None:
     async def scenario() -> bytes:
         async with connected(folder, 0) as (_, _, connect):
             peer = await connect()
@@ -168,9 +168,7 @@ def test_short_routes_too(folder: Path, run: Any) -> None:
     assert (status, json.loads(text)["data"][0]["id"]) == (200, "fake")
 
 
-def test_all_requests_on_the_connection_are_answered_but_one_that_is_cut_off(
-    folder: Path, run: Any
-) -> None:
+def test_all_complete_requests_on_the_connection_are_answered(folder: Path, run: Any) -> None:
     payload = body([5, 6], 4)
 
     async def scenario() -> tuple[bytes, int]:

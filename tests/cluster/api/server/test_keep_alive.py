@@ -107,7 +107,7 @@ def test_a_stream_whose_engine_is_replaced_sends_pings_and_loses_nothing(tmp_pat
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_whole_answer_sends_nothing_before_it_is_there(tmp_path: Path, path: str) -> None:
+def test_a_whole_answer_sends_nothing_before_it_is_complete(tmp_path: Path, path: str) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **QUICK) as world:
             engine = await world.cluster.join(0, 0)
@@ -123,9 +123,7 @@ def test_a_whole_answer_sends_nothing_before_it_is_there(tmp_path: Path, path: s
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_a_whole_answer_has_an_early_head_where_its_client_wants_one(
-    tmp_path: Path, path: str
-) -> None:
+def test_a_whole_answer_has_an_early_head_on_request(tmp_path: Path, path: str) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **QUICK) as world:
             engine = await world.cluster.join(0, 0)
@@ -141,7 +139,7 @@ def test_a_whole_answer_has_an_early_head_where_its_client_wants_one(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/tokenize"])
-def test_an_error_under_an_early_head_is_the_body(tmp_path: Path, path: str) -> None:
+def test_an_error_after_an_early_head_is_the_body(tmp_path: Path, path: str) -> None:
     async def scenario() -> None:
         settings = {**QUICK, "serve.no_engine_timeout_s": 0.5}
         async with serving(tmp_path, **settings) as world:
@@ -155,7 +153,7 @@ def test_an_error_under_an_early_head_is_the_body(tmp_path: Path, path: str) -> 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_an_error_that_comes_soon_has_its_status(tmp_path: Path, stream: bool) -> None:
+def test_an_early_error_has_its_status(tmp_path: Path, stream: bool) -> None:
     async def scenario() -> None:
         settings = {**SLOW, "serve.no_engine_timeout_s": 0.1}
         async with serving(tmp_path, **settings) as world:
@@ -193,7 +191,7 @@ def test_an_error_after_the_head_of_a_stream_is_an_event(
     run(scenario())
 
 
-def test_a_client_that_leaves_while_it_waits_costs_no_engine_anything(tmp_path: Path) -> None:
+def test_a_disconnect_of_a_waiting_client_leaves_nothing_on_engines(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **QUICK) as world:
             engine = await world.cluster.join(0, 0)
@@ -206,7 +204,7 @@ def test_a_client_that_leaves_while_it_waits_costs_no_engine_anything(tmp_path: 
     run(scenario())
 
 
-def test_a_resumable_answer_has_the_same_events_whether_it_waited_or_not(tmp_path: Path) -> None:
+def test_a_resumable_answer_has_the_same_events_after_a_wait(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **QUICK) as world:
             engine = await world.cluster.join(0, 0)
@@ -232,7 +230,7 @@ def test_an_unknown_value_of_the_header_is_refused(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_stream_that_flows_sends_no_pings(tmp_path: Path) -> None:
+def test_a_flowing_stream_sends_no_pings(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **SLOW) as world:
             await world.cluster.join(0, UNLIMITED_STEPS)
@@ -242,7 +240,7 @@ def test_a_stream_that_flows_sends_no_pings(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_an_idle_connection_is_kept_as_long_as_is_configured(tmp_path: Path) -> None:
+def test_an_idle_connection_is_kept_for_the_configured_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, **{"serve.idle_timeout_s": 0.1}) as world:
             await world.cluster.join(0)

@@ -44,7 +44,7 @@ def test_a_file_that_others_may_write_is_refused(tmp_path: Path, name: str, mode
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o600, 0o440])
-def test_a_file_that_others_may_read_is_said(
+def test_a_file_that_others_may_read_causes_a_warning(
     tmp_path: Path, name: str, mode: int, messages: list[str]
 ) -> None:
     path = tmp_path / "keys"

@@ -81,13 +81,13 @@ async def gaps_of(
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_request_stops_the_loop(
+def test_no_request_stalls_the_loop(
     tmp_path: Path, kind: Callable[[], Iterator[tuple[str, bytes]]], bound_s: float
 ) -> None:
     gaps = asyncio.run(gaps_of(kind, tmp_path, None, bound_s))
     assert {name: gap for name, gap in gaps.items() if gap > bound_s} == {}
 
 
-def test_no_answer_stops_the_loop(tmp_path: Path, bound_s: float) -> None:
+def test_no_answer_stalls_the_loop(tmp_path: Path, bound_s: float) -> None:
     gaps = asyncio.run(gaps_of(hostile.long_answers, tmp_path, [7] * 10, bound_s))
     assert {name: gap for name, gap in gaps.items() if gap > bound_s} == {}

@@ -80,7 +80,7 @@ def statuses(data: bytes) -> list[int]:
 
 @pytest.mark.parametrize("half_close", [False, True])
 @pytest.mark.parametrize("more", [1, 2, 500])
-def test_the_first_request_that_is_too_many_is_refused_behind_all_before_it(
+def test_the_first_request_beyond_the_limit_is_refused_after_earlier_answers(
     more: int, half_close: bool
 ) -> None:
     """One request is being answered, and 16 wait."""
@@ -98,7 +98,7 @@ def test_the_first_request_that_is_too_many_is_refused_behind_all_before_it(
 
 
 @given(st.integers(0, MAX_PIPELINED), st.sampled_from([*BAD]), st.booleans())
-def test_a_request_that_is_refused_takes_no_answer_from_those_before_it(
+def test_a_refused_request_does_not_discard_earlier_answers(
     before: int, name: str, apart: bool
 ) -> None:
     bad, status = BAD[name]
@@ -123,7 +123,7 @@ def test_a_request_that_is_refused_takes_no_answer_from_those_before_it(
     asyncio.run(scenario())
 
 
-def test_a_body_that_is_refused_takes_no_answer_from_those_before_it() -> None:
+def test_a_refused_body_does_not_discard_earlier_answers() -> None:
     """The refused request is already in the queue of the connection."""
 
     async def scenario() -> None:

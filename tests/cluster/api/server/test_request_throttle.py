@@ -75,7 +75,7 @@ def test_later_requests_queue_behind_earlier_ones():
     assert handlers.order() == [*ANSWERS, "/v1/late"]
 
 
-def test_a_request_that_leaves_while_it_waits_takes_no_place(monkeypatch):
+def test_a_cancelled_waiting_request_occupies_no_place(monkeypatch):
     monkeypatch.setattr(request_throttle, "PER_TURN", 1)
     handlers = Handlers()
 

@@ -175,7 +175,7 @@ def test_a_steady_slow_reader_gets_its_whole_answer(
 @loops
 @pytest.mark.parametrize("close", [False, True])
 @pytest.mark.parametrize("read_bytes", [0, ANSWER_BYTES // 2, ANSWER_BYTES - (6 << 20)])
-def test_a_client_that_takes_nothing_is_cut_wherever_it_stops(
+def test_a_client_that_stops_reading_is_disconnected_wherever_it_stops(
     monkeypatch: pytest.MonkeyPatch, factory: Any, close: bool, read_bytes: int
 ) -> None:
     async def scenario(one: Download) -> None:
@@ -190,7 +190,7 @@ def test_a_client_that_takes_nothing_is_cut_wherever_it_stops(
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2)), max_size=40))
-def test_only_a_count_that_rests_is_stalled(looks: list[tuple[float, int]]) -> None:
+def test_only_an_unchanged_count_is_stalled(looks: list[tuple[float, int]]) -> None:
     clock, now_s, count, changed_s = StallClock(LIMIT_S, 0.0, 0), 0.0, 0, 0.0
     for pause_s, more in looks:
         now_s, count = now_s + pause_s, count + more

@@ -150,7 +150,7 @@ def test_uvicorn_and_its_parser_call_the_overridden_methods() -> None:
     assert called == CALLED_BY_UVICORN | CALLED_BY_THE_PARSER
 
 
-def test_a_connection_has_the_attributes_that_ours_uses() -> None:
+def test_a_uvicorn_connection_has_the_attributes_that_swell_uses() -> None:
     ours = of_ours("connection.py", connection.LimitedConnection)
     used = {*names_in("connection.py", "self", of_class="LimitedConnection")}
     assert {name for name in used - ours if not name.startswith("__")} == OF_A_CONNECTION
@@ -161,7 +161,7 @@ def test_a_connection_has_the_attributes_that_ours_uses() -> None:
     assert [type(one.headers), type(one.url), type(one.scope)] == [list, bytes, dict]
 
 
-def test_a_request_has_the_attributes_that_ours_uses() -> None:
+def test_a_uvicorn_request_has_the_attributes_that_swell_uses() -> None:
     owners = ("cycle", "self.cycle", "self._answering", "answering", "refused", "newest")
     files = ("connection.py", "half_close.py", "response_framing.py")
     assert {name for file in files for name in names_in(file, *owners)} == OF_A_CYCLE
@@ -169,7 +169,7 @@ def test_a_request_has_the_attributes_that_ours_uses() -> None:
     assert {name for name in OF_A_CYCLE if not hasattr(cycle, name)} == set()
 
 
-def test_a_server_has_the_attributes_that_ours_uses() -> None:
+def test_a_uvicorn_server_has_the_attributes_that_swell_uses() -> None:
     ours = of_ours("http_server.py", http_server._Server)
     used = {*names_in("http_server.py", "self", of_class="_Server")} - ours
     used |= {*names_in("http_server.py", "self._server", of_class="EdgeServer")} - ours

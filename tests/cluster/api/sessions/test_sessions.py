@@ -83,7 +83,7 @@ def run(test: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_chunks_stand_behind_all_before_them(tmp_path: Path, stream: bool) -> None:
+def test_a_chunk_continues_all_chunks_before_it(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id, before = await server.create(), list[int]()
@@ -103,7 +103,7 @@ def test_chunks_stand_behind_all_before_them(tmp_path: Path, stream: bool) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_chunk_without_an_answer_is_appended_alone(tmp_path: Path, stream: bool) -> None:
+def test_a_chunk_without_an_answer_is_appended(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id = await server.create()
@@ -113,7 +113,7 @@ def test_a_chunk_without_an_answer_is_appended_alone(tmp_path: Path, stream: boo
     run(test())
 
 
-def test_a_chunk_may_take_the_place_of_later_ones(tmp_path: Path) -> None:
+def test_a_resent_chunk_replaces_all_later_ones(tmp_path: Path) -> None:
     """A client can resend a chunk whose answer was lost."""
 
     async def test() -> None:
@@ -153,7 +153,7 @@ def test_a_chunk_is_not_appended_if_its_client_leaves(tmp_path: Path, stream: bo
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_chunk_that_began_last_counts(tmp_path: Path, stream: bool) -> None:
+def test_the_most_recent_of_concurrent_chunks_is_committed(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
@@ -180,7 +180,7 @@ async def _answer(client: httpx.AsyncClient, asked: dict[str, Any]) -> list[str]
     return [str(answer.status_code), answer.text, "[DONE]"]
 
 
-def test_an_engine_is_lost_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
+def test_a_chunk_survives_the_loss_of_its_engine(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 9)
@@ -196,7 +196,7 @@ def test_an_engine_is_lost_in_the_middle_of_a_chunk(tmp_path: Path) -> None:
     run(test())
 
 
-def test_another_ingress_goes_on_at_the_same_engine(tmp_path: Path) -> None:
+def test_another_ingress_continues_at_the_same_engine(tmp_path: Path) -> None:
     """The session names its engine, so the other ingress uses the KV cache there."""
 
     async def test() -> None:
@@ -234,7 +234,7 @@ def fast_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fast_store")
-def test_a_store_that_is_lost_gets_the_sessions_again(tmp_path: Path) -> None:
+def test_a_new_store_receives_the_sessions_again(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             other = server.cluster.another_ingress(server.store.new_handle())
@@ -257,7 +257,7 @@ def test_a_store_that_is_lost_gets_the_sessions_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fast_store")
-def test_a_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
+def test_a_chunk_waits_for_an_unavailable_store(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
@@ -277,7 +277,7 @@ def test_a_store_that_is_away_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("fast_store")
-def test_nothing_is_answered_where_no_store_comes_back(
+def test_without_a_store_no_chunk_is_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_client, "_PATIENCE_S", 0.1)
@@ -298,7 +298,7 @@ def test_nothing_is_answered_where_no_store_comes_back(
     run(test())
 
 
-def test_a_session_ends(tmp_path: Path) -> None:
+def test_a_deleted_session_is_gone(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
@@ -337,7 +337,7 @@ def test_sessions_are_limited(tmp_path: Path) -> None:
     run(test())
 
 
-def test_no_sessions(tmp_path: Path) -> None:
+def test_a_server_without_sessions_refuses_them(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path, **{"serve.sessions": 0}).open() as server:
             for refused in (
@@ -349,7 +349,7 @@ def test_no_sessions(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_session_that_fills_the_context_says_so(tmp_path: Path) -> None:
+def test_a_chunk_that_exceeds_the_context_is_refused(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id = await server.create()
@@ -379,7 +379,9 @@ def test_a_session_that_fills_the_context_says_so(tmp_path: Path) -> None:
         ({"prompt": ""}, "prompt"),
     ],
 )
-def test_what_a_chunk_cannot_be(tmp_path: Path, fields: dict[str, Any], param: str) -> None:
+def test_unsupported_parameters_of_a_chunk_are_refused(
+    tmp_path: Path, fields: dict[str, Any], param: str
+) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             asked = body([1], 1, session_id=await server.create()) | fields
@@ -390,7 +392,7 @@ def test_what_a_chunk_cannot_be(tmp_path: Path, fields: dict[str, Any], param: s
     run(test())
 
 
-def test_an_answer_that_is_continued_names_its_chunk(tmp_path: Path) -> None:
+def test_a_resumable_chunk_must_name_its_number(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id, key = await server.create(), {"idempotency-key": "k"}
@@ -414,7 +416,7 @@ def test_an_answer_that_is_continued_names_its_chunk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.usefixtures("fast_store")
-def test_the_answer_to_a_commit_is_lost(tmp_path: Path, stream: bool) -> None:
+def test_a_commit_whose_reply_was_lost_is_repeated(tmp_path: Path, stream: bool) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id = await server.create()
@@ -427,7 +429,7 @@ def test_the_answer_to_a_commit_is_lost(tmp_path: Path, stream: bool) -> None:
 
 
 @pytest.mark.usefixtures("fast_store")
-def test_the_answer_to_an_end_is_lost(tmp_path: Path) -> None:
+def test_a_deletion_whose_reply_was_lost_is_repeated(tmp_path: Path) -> None:
     async def test() -> None:
         limits = {"serve.sessions": 1}
         async with SessionServer(tmp_path, **limits).open() as server:
@@ -441,7 +443,7 @@ def test_the_answer_to_an_end_is_lost(tmp_path: Path) -> None:
     run(test())
 
 
-def test_a_chunk_that_is_refused_ends_no_other(tmp_path: Path) -> None:
+def test_a_refused_chunk_does_not_abort_a_running_one(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
@@ -464,7 +466,7 @@ def test_a_chunk_that_is_refused_ends_no_other(tmp_path: Path) -> None:
     run(test())
 
 
-def test_an_answer_that_is_computed_again_takes_nothing_away(tmp_path: Path) -> None:
+def test_a_late_retry_removes_no_later_chunk(tmp_path: Path) -> None:
     """A late retry, at another ingress, of a request that was answered long ago does not remove
     later chunks."""
 
@@ -487,7 +489,7 @@ def test_an_answer_that_is_computed_again_takes_nothing_away(tmp_path: Path) -> 
     run(test())
 
 
-def test_whoever_has_seen_the_finish_reason_may_send_the_next_chunk(tmp_path: Path) -> None:
+def test_the_next_chunk_may_follow_the_finish_reason_at_once(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             id, before = await server.create(), list[int]()
@@ -506,7 +508,7 @@ def test_whoever_has_seen_the_finish_reason_may_send_the_next_chunk(tmp_path: Pa
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nothing_is_open_behind_an_answer(tmp_path: Path, stream: bool) -> None:
+def test_no_chunk_stays_open_after_its_answer(tmp_path: Path, stream: bool) -> None:
     """The chunk is closed if its answer finishes, fails, is refused or is abandoned by the
     client."""
 
@@ -531,7 +533,7 @@ def test_nothing_is_open_behind_an_answer(tmp_path: Path, stream: bool) -> None:
     run(test())
 
 
-def test_what_is_answered_keeps_its_copy(tmp_path: Path) -> None:
+def test_a_session_with_a_running_chunk_keeps_its_copy(tmp_path: Path) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
@@ -551,7 +553,7 @@ def test_what_is_answered_keeps_its_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("id", ["sess_", "sess_" + "0" * 33, "sess_" + "x" * 10**5, "sess_\u00e9"])
-def test_what_was_never_an_id(tmp_path: Path, id: str) -> None:
+def test_an_invalid_session_id_is_a_short_404(tmp_path: Path, id: str) -> None:
     async def test() -> None:
         async with SessionServer(tmp_path).open() as server:
             refused = await server.client.post(COMPLETIONS, json=body([1], 1, session_id=id))

@@ -220,7 +220,7 @@ steps = st.sampled_from([0.0, 1.0, 2.0, LEASE_S / 4, LEASE_S, LIMIT_S + 1])
 
 @given(st.lists(st.tuples(requests, steps), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_the_store_answers_like_a_plain_list(history: list[tuple[StoreRequest, float]]) -> None:
+def test_the_store_agrees_with_a_plain_list(history: list[tuple[StoreRequest, float]]) -> None:
     """A final response never changes."""
     store, plain, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), PlainStore(), 0.0
     final: dict[str, StoredLookup] = {}
@@ -312,7 +312,7 @@ def test_a_runner_that_reports_again_before_a_takeover_keeps_its_response() -> N
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [])
 
 
-def test_a_response_that_a_runner_hands_over_is_taken_at_once_and_counts_no_attempt() -> None:
+def test_a_handed_over_response_is_taken_at_once_and_counts_no_attempt() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     for runner, successor in (("one", "two"), ("two", "one")) * MAX_LOST_RUNNERS:
@@ -333,7 +333,7 @@ def test_a_response_that_lost_many_runners_fails() -> None:
     assert store.size_bytes == 10, "the data needed to compute it is deleted"
 
 
-def test_responses_lost_beside_a_fatal_one_are_computed() -> None:
+def test_responses_lost_together_with_a_fatal_one_are_computed() -> None:
     """One of these responses crashes every ingress that computes it. A runner gets at most one
     response on its last attempt, so the other one is not lost with it."""
     store, now_s = ResponseStore(9, LIMIT_BYTES, LIMIT_S * 99), 0.0
@@ -355,7 +355,7 @@ def test_responses_lost_beside_a_fatal_one_are_computed() -> None:
     assert isinstance(orders, HeartbeatReply) and [begin.id for begin in orders.taken] == ["b"]
 
 
-def test_a_deleted_response_stays_deleted_whichever_runner_stores_it() -> None:
+def test_a_deleted_response_stays_deleted_when_any_runner_stores_it() -> None:
     """The first runner was suspended, and another one has taken the response over."""
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
@@ -422,7 +422,7 @@ def test_a_store_of_size_zero_keeps_nothing() -> None:
     assert store.handle(Read("a"), 0.0) is None
 
 
-def test_reading_is_use() -> None:
+def test_reading_a_response_delays_its_eviction() -> None:
     store = ResponseStore(2, LIMIT_BYTES, LIMIT_S)
     for id in ("a", "b"):
         store.handle(Store(id, kept(1)), 0.0)

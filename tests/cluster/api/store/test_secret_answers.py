@@ -170,7 +170,7 @@ def test_no_answer_shows_a_secret(server: AdminServer, log: io.StringIO) -> None
     check(server, log.getvalue() + "-", "the log")
 
 
-def test_the_errors_name_what_they_hold(server: AdminServer, log: io.StringIO) -> None:
+def test_unredacted_errors_contain_the_held_values(server: AdminServer, log: io.StringIO) -> None:
     """The errors do contain the held values. Otherwise the other tests would prove nothing."""
     answer = server.client.get("/admin/cluster", headers={"x-api-key": ADMIN})
     assert "ChannelKeys(" in answer.json()["coordinator"]["error"]
@@ -185,7 +185,7 @@ def output(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return f"{code} {captured.out} {captured.err}"
 
 
-def test_no_command_shows_a_secret(
+def test_no_command_prints_a_secret(
     server: AdminServer,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -213,7 +213,7 @@ def test_no_command_shows_a_secret(
         check(server, text, f"swell {words}")
 
 
-def test_a_file_of_keys_that_is_refused_is_not_shown(tmp_path: Path) -> None:
+def test_an_error_about_a_key_file_shows_no_key(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     for line in (
         f"{USER} {ADMIN}",
@@ -237,7 +237,7 @@ def test_a_file_of_keys_that_is_refused_is_not_shown(tmp_path: Path) -> None:
         *(f"http://collector/?token={USER}", f"http://collector/a#{USER}", f"http://a@b:{USER}@c"),
     ],
 )
-def test_a_password_in_the_url_of_a_collector_is_refused_and_not_shown(url: str) -> None:
+def test_a_password_in_a_collector_url_is_refused_and_not_shown(url: str) -> None:
     """Such a URL is refused because export errors report it."""
     with pytest.raises(ConfigError, match="otlp_endpoint") as caught:
         load({"model": {"path": "m"}}, {"serve.otlp_endpoint": url})

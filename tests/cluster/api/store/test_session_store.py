@@ -222,7 +222,7 @@ SessionsAgainstModel.TestCase.settings = settings(
 TestSessionsAgainstModel = SessionsAgainstModel.TestCase
 
 
-def test_more_bytes_than_there_may_be_are_refused_before_a_chunk_is_computed() -> None:
+def test_a_chunk_beyond_the_size_limit_is_refused_before_it_is_computed() -> None:
     limits = SessionLimits(session_bytes=8)
     store = old_store(limits, 100.0)
     assert store.handle(CreateSession("a", Session(1)), 100.0) is OK
@@ -244,7 +244,7 @@ def test_the_newest_of_two_copies_counts(order: str) -> None:
     assert store.handle(ReadSession("a"), RECOVERY_S) == newer
 
 
-def test_what_began_before_the_last_commit_is_superseded() -> None:
+def test_a_chunk_that_began_before_the_last_commit_is_superseded() -> None:
     store, grown = old_store(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(CreateSession("a", Session(1)), 0.0) is OK
     for ticket in ("older", "newer"):
@@ -254,7 +254,7 @@ def test_what_began_before_the_last_commit_is_superseded() -> None:
     assert store.handle(CommitChunk("a", "older", grown), 0.0) is SUPERSEDED
 
 
-def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
+def test_the_next_chunk_restores_chunks_that_a_copy_lacks() -> None:
     """The ingress of the second chunk was lost with the store. The third chunk carries the whole
     session."""
     first, third = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(12), [1, 2, 3], 3, 0)
@@ -266,7 +266,7 @@ def test_what_was_lost_behind_a_copy_comes_back_with_the_next_chunk() -> None:
     assert store.handle(ReadSession("a"), RECOVERY_S) == third
 
 
-def test_a_copy_changes_nothing_of_who_began_last() -> None:
+def test_a_copy_does_not_change_which_chunk_began_last() -> None:
     first, second = Session(1, bytes(4), [1], 1, 0), Session(1, bytes(8), [1, 2], 2, 0)
     store = SessionStore(LIMITS, 0.0)
     assert store.handle(PutSessions(["a"], [Session(1)]), 0.0) is OK
@@ -276,7 +276,7 @@ def test_a_copy_changes_nothing_of_who_began_last() -> None:
     assert store.handle(CommitChunk("a", "u", second), RECOVERY_S) is SUPERSEDED
 
 
-def test_a_copy_takes_the_place_of_nothing_that_was_committed_here() -> None:
+def test_a_copy_does_not_replace_a_committed_session() -> None:
     """An ingress was cut off for longer than the store was recovering. Its copy is dropped, even if
     newer."""
     store = SessionStore(LIMITS, 0.0)
@@ -302,7 +302,7 @@ def test_a_store_is_recovering_after_a_pause(pause_s: float) -> None:
     assert store.handle(ReadSession("a"), pause_s + RECOVERY_S) == copy
 
 
-def test_a_copy_that_was_asked_for_is_waited_for() -> None:
+def test_the_store_waits_for_a_requested_copy() -> None:
     """An ingress with many copies may need longer to put them than the store recovers."""
     store, copy = SessionStore(LIMITS, 0.0), Session(1, bytes(4), [1], 1, 0)
     assert store.handle(PutSessions(["b"], [copy]), 0.0) is OK

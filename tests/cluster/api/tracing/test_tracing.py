@@ -148,7 +148,7 @@ def test_a_failure_is_an_error_of_the_request_and_of_its_last_attempt() -> None:
         {"traceparent": f"00-{TRACE}-{SPAN}-01-more"},
     ],
 )
-def test_without_a_valid_parent_a_request_begins_a_trace(parent: dict[str, str]) -> None:
+def test_a_request_without_a_valid_parent_begins_a_trace(parent: dict[str, str]) -> None:
     root, *_ = spans_of(moved("stop"), headers=parent)
     assert root.context and root.parent is None
     assert root.context.trace_id not in (0, int(TRACE, 16))
@@ -185,7 +185,9 @@ async def finished_traces(cluster: FakeCluster) -> dict[str, float]:
 
 @needs_exporter
 @pytest.mark.slow
-def test_a_collector_gets_a_moved_request_below_the_callers_span(folder: Path, otlp: Any) -> None:
+def test_the_span_of_a_migrated_request_is_a_child_of_the_callers_span(
+    folder: Path, otlp: Any
+) -> None:
     """The collector is a separate process that rejects the first batch."""
     with start_collector(503) as collector:
 
@@ -240,7 +242,7 @@ def check_moved(root: dict[str, Any], attempts: list[dict[str, Any]], stream: St
 
 @needs_exporter
 @pytest.mark.slow
-def test_what_the_caller_does_not_sample_is_not_exported(folder: Path, otlp: Any) -> None:
+def test_spans_that_the_caller_does_not_sample_are_not_exported(folder: Path, otlp: Any) -> None:
     with start_collector() as collector:
 
         async def run() -> None:
@@ -310,7 +312,7 @@ def test_without_an_endpoint_nothing_is_kept() -> None:
     assert type(exporter.make_exporter(None, lambda *_: None)) is exporter.TraceExporter
 
 
-def test_the_endpoint_is_that_of_the_configuration_or_of_the_environment(
+def test_the_endpoint_comes_from_the_configuration_or_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = {"model": {"path": "."}}
@@ -342,7 +344,7 @@ def test_without_the_exporter_a_configured_endpoint_is_refused_at_the_start(
         app.with_collector(load(model, {"serve.otlp_endpoint": "http://here:4318"}))
 
 
-def test_a_missing_package_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 

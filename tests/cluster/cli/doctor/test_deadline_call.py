@@ -9,7 +9,7 @@ import pytest
 from swell.cluster.cli.deadline_call import within
 
 
-def test_a_result_and_an_error_come_back() -> None:
+def test_a_result_or_an_error_is_returned() -> None:
     assert within(10.0, lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         within(10.0, lambda: 1 / 0)

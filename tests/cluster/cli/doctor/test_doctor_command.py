@@ -42,7 +42,7 @@ def levels(report: Report) -> dict[str, str]:
     return {finding.check: finding.level for finding in report.findings}
 
 
-def test_a_machine_that_can_serve(capsys: Capture) -> None:
+def test_a_suitable_machine_passes(capsys: Capture) -> None:
     assert main(["doctor", NANO, "--set", "serve.port=0"]) == 0
     text = capsys.readouterr().out
     assert "this machine can serve" in text and "| ok " in text
@@ -72,7 +72,7 @@ def indented(text: str) -> str:
     [SERVE_FILE, "kind: RayService\nspec:\n  serveConfigV2: |\n" + indented(SERVE_FILE)],
     ids=["serve", "kuberay"],
 )
-def test_a_file_of_serve_names_its_configuration(text: str, tmp_path: Path) -> None:
+def test_a_serve_file_names_its_configuration(text: str, tmp_path: Path) -> None:
     source = tmp_path / "app.yaml"
     source.write_text(text % NANO)
     name, overrides = read_source(str(source))
@@ -83,7 +83,7 @@ def test_a_file_of_serve_names_its_configuration(text: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("path", ["configs/ray/app.yaml", "configs/ray/app-gpu.yaml"])
-def test_the_files_of_ray_up_can_be_checked(path: str) -> None:
+def test_ray_up_files_can_be_checked(path: str) -> None:
     config, overrides = read_source(str(ROOT / path))
     assert config and overrides["cluster.ports"] == "20000-20255"
 
@@ -97,7 +97,7 @@ def test_the_files_of_ray_up_can_be_checked(path: str) -> None:
         "applications: [{import_path: swell.cluster.app:build, args: {config: }}]",
     ],
 )
-def test_a_file_of_serve_without_an_application_of_ours(
+def test_a_serve_file_without_our_application_is_refused(
     text: str, capsys: Capture, tmp_path: Path
 ) -> None:
     source = tmp_path / "app.yaml"
@@ -128,39 +128,41 @@ def test_each_problem_has_its_remedy_below_the_table(capsys: Capture, tmp_path: 
     assert "1 error" in text and "this machine cannot serve" in text
 
 
-def test_a_configuration_that_is_wrong_leaves_the_machine_to_check(capsys: Capture) -> None:
+def test_the_machine_is_checked_although_the_configuration_is_invalid(capsys: Capture) -> None:
     code, report = run(capsys, "/no/such.yaml")
     assert code == 1
     assert levels(report)["configuration"] == "error" and levels(report)["python"] == "ok"
 
 
-def test_a_port_that_is_taken(capsys: Capture) -> None:
+def test_a_port_in_use_is_reported(capsys: Capture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code, report = run(capsys, NANO, "--set", f"serve.port={port}")
     assert code == 1 and levels(report)["http-port"] == "error"
 
 
-def test_more_engines_than_this_machine_has_cpus_for(capsys: Capture) -> None:
+def test_more_engines_than_cpus_are_reported(capsys: Capture) -> None:
     words = ("--set", "cluster.cpus_per_worker=10000", "--set", "serve.port=0")
     code, report = run(capsys, NANO, *words)
     assert code == 1 and levels(report)["room"] == "error"
 
 
-def test_warnings_alone_are_no_failure(capsys: Capture) -> None:
+def test_warnings_do_not_fail_the_command(capsys: Capture) -> None:
     words = ("--set", "serve.max_connections=1000000000", "--set", "serve.port=0")
     code, report = run(capsys, NANO, *words)
     assert (code, levels(report)["open-files"], report.warnings) == (0, "warning", 1)
 
 
 @pytest.mark.parametrize("timeout", ["0", "601", "soon", "nan"])
-def test_a_timeout_that_is_no_such(timeout: str, capsys: Capture) -> None:
+def test_an_invalid_timeout_is_refused(timeout: str, capsys: Capture) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--timeout", timeout])
     assert ended.value.code == 2
 
 
-def test_a_cluster_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_an_unreachable_cluster_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     def silent(*_: object) -> None:
         raise ray_hosts.ClusterSilent("10.0.0.1:6379: no answer after 20 s")
 
@@ -172,7 +174,9 @@ def test_a_cluster_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, capsys:
     assert "the Ray cluster does not answer" in capsys.readouterr().out
 
 
-def test_a_cluster_of_several_hosts(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_all_hosts_of_a_cluster_are_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
     def ask(address: str, config: Config | None, *_: object) -> object:
         worse = with_host(survey(5), 3, python="3.11.9")
         return changed(worse, address=address)
@@ -207,7 +211,7 @@ def test_many_hosts_are_not_all_named(capsys: Capture) -> None:
     assert "1 warning: the cluster can serve" in text
 
 
-def test_what_a_host_says_is_printed_as_plain_text(capsys: Capture) -> None:
+def test_text_from_a_host_is_printed_as_plain_text(capsys: Capture) -> None:
     """Control characters from another machine do not reach the terminal."""
     finding = problem("torch", ["a"], "\x1b[31mred\nline", "x")
     report = doctor_command._report(survey(1), [finding])
@@ -215,7 +219,7 @@ def test_what_a_host_says_is_printed_as_plain_text(capsys: Capture) -> None:
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_the_ranges_are_those_of_the_package() -> None:
+def test_the_version_ranges_come_from_the_package() -> None:
     found = read_requirements()
     assert found.python == ">=3.11"
     assert {"ray", "torch", "msgspec", "pyzmq"} <= found.libraries.keys()
@@ -231,6 +235,6 @@ def test_a_package_that_is_not_installed_has_no_ranges(monkeypatch: pytest.Monke
     assert read_requirements() == Requirements(python="", libraries={})
 
 
-def test_every_remedy_says_something() -> None:
+def test_every_problem_has_a_remedy() -> None:
     assert all(check.question.endswith("?") and check.remedy for check in CHECKS.values())
     assert Finding(check="a", level="ok", hosts=(), value="b").remedy == ""

@@ -62,7 +62,7 @@ def other_raylet(world: RealRay) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_two_nodes_answer_and_reach_each_other(world: RealRay) -> None:
+def test_two_nodes_answer_and_connect_to_each_other(world: RealRay) -> None:
     address = ray.get_runtime_context().gcs_address
     before = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     code, report = run(address, NANO, "--set", "serve.host=0.0.0.0", "--set", "serve.port=0")
@@ -97,7 +97,7 @@ def test_a_node_that_hangs_is_named_and_the_other_is_checked(world: RealRay) -> 
 
 
 @pytest.mark.slow
-def test_an_address_at_which_no_ray_answers() -> None:
+def test_an_address_without_ray_is_reported() -> None:
     """The port is closed, or its listener never answers. Ray retries for a while, so both cases run
     in parallel."""
     with (
@@ -115,13 +115,13 @@ def node(host: str, node_id: str, *, alive: bool = True, **fields: object) -> di
     return {"NodeManagerAddress": host, "NodeID": node_id, "Alive": alive, **fields}
 
 
-def test_nodes_of_one_address_are_told_apart() -> None:
+def test_nodes_with_one_address_are_distinguished() -> None:
     nodes = [node("10.0.0.2", "cc" * 28), node("10.0.0.1", "bb" * 28), node("10.0.0.1", "aa" * 28)]
     found = {name: row["NodeID"][:2] for name, row in _by_name(nodes).items()}
     assert found == {"10.0.0.1": "aa", "10.0.0.1/bbbbbb": "bb", "10.0.0.2": "cc"}
 
 
-def test_hosts_that_were_lost_are_those_that_nobody_took_out() -> None:
+def test_only_hosts_that_were_not_removed_count_as_lost() -> None:
     dead = {"alive": False, "DeathReason": "UNEXPECTED_TERMINATION"}
     nodes = [
         node("10.0.0.1", "a"),

@@ -15,7 +15,7 @@ from tests.support import marked_page
 from tests.test_layers import ROOT
 
 
-def test_the_table_is_that_of_the_checks() -> None:
+def test_the_table_on_the_page_lists_the_checks() -> None:
     text = f"{marked_page.marker(NAME)}{table()}\n{marked_page.END}"
     assert text in PAGE.read_text(), "python -m tests.cluster.cli.doctor.doctor_page"
 
@@ -26,7 +26,7 @@ def test_every_field_of_the_json_is_on_the_page(kind: type) -> None:
     assert {f"`{field}`" for field in kind.__struct_fields__} <= set(re.findall("`[^`]+`", of_json))
 
 
-def test_the_limits_are_those_of_the_checks() -> None:
+def test_the_limits_on_the_page_are_those_of_the_checks() -> None:
     text = " ".join(PAGE.read_text().split())
     mib = check_machine.MIB
     for limit in (
@@ -42,7 +42,7 @@ def test_the_limits_are_those_of_the_checks() -> None:
         assert limit in text
 
 
-def test_the_files_that_remedies_name_are_there() -> None:
+def test_the_files_that_remedies_name_exist() -> None:
     for check in CHECKS.values():
         for name in re.findall(r"docs/[a-z]+\.md", check.remedy):
             assert (ROOT / name).is_file()

@@ -37,7 +37,7 @@ def ask(config: Config | None = None) -> HostFacts:
     )
 
 
-def test_a_machine_without_a_configuration() -> None:
+def test_facts_of_a_machine_without_a_configuration() -> None:
     found = ask()
     assert found.python == platform.python_version()
     assert found.libraries["msgspec"] and found.libraries["no-such-library"] is None
@@ -56,7 +56,7 @@ def test_a_machine_without_a_configuration() -> None:
     assert all(0 <= disk.free_bytes <= disk.total_bytes for disk in found.disks) and found.disks
 
 
-def test_what_a_configuration_needs(tmp_path: Path) -> None:
+def test_facts_include_the_needs_of_a_configuration(tmp_path: Path) -> None:
     with socket.create_server((NODE, 0)) as server:
         overrides = {"serve.port": server.getsockname()[1], "serve.chat_template": "/no/where"}
         (tmp_path / "config.json").write_text("{}")
@@ -67,7 +67,7 @@ def test_what_a_configuration_needs(tmp_path: Path) -> None:
     assert list(found.files) == ["config.json"]
 
 
-def test_a_host_without_the_interface() -> None:
+def test_a_missing_interface_has_no_address() -> None:
     found = ask(load("owner/name", {"cluster.interface": "10.99.99.0/24"}))
     assert found.address is None and found.http_error is None
 
@@ -81,7 +81,7 @@ def test_a_model_of_the_hub_needs_room_in_the_cache(
 
 
 @pytest.mark.slow
-def test_torch_as_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     found = collect_torch(100.0)
     assert found.error is None and found.version[0].isdigit()
@@ -95,12 +95,14 @@ def test_torch_as_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("import time; time.sleep(30)", "its import has not finished after 0.3 s"),
     ],
 )
-def test_a_torch_that_is_broken(probe: str, error: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_torch_is_reported(
+    probe: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fact_collector, "_TORCH_PROBE", probe)
     assert collect_torch(0.3 if "sleep" in probe else 30.0).error == error
 
 
-def test_a_compiler_that_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert find_compiler(10.0) is None
     compiler = tmp_path / "g++"

@@ -44,7 +44,7 @@ def test_files_of_model_and_configuration_are_listed(config: Config) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "keys"])
-def test_a_letter_more_or_less_is_another_file(config: Config, name: str) -> None:
+def test_a_changed_letter_changes_the_digest(config: Config, name: str) -> None:
     before = config_files(config, SALT)
     path = Path(config.model.path, name)
     path.write_text(path.read_text().swapcase() + " ")
@@ -53,7 +53,7 @@ def test_a_letter_more_or_less_is_another_file(config: Config, name: str) -> Non
     assert {other for other in after if after[other] != before[other]} == {key}
 
 
-def test_of_weights_the_header_counts(config: Config) -> None:
+def test_the_digest_of_weights_covers_their_header(config: Config) -> None:
     """The digest covers only the header of a weights file and its size. Reading a whole checkpoint
     would take minutes."""
     folder = Path(config.model.path)
@@ -66,24 +66,26 @@ def test_of_weights_the_header_counts(config: Config) -> None:
     assert config_files(config, SALT)["model.safetensors"].size_bytes != before.size_bytes
 
 
-def test_a_printed_digest_says_nothing_of_a_key(config: Config) -> None:
+def test_a_printed_digest_reveals_no_key(config: Config) -> None:
     """A guessed key cannot be verified with a printed digest, because each run uses another
     salt."""
     key = "serve.api_keys_file"
     assert config_files(config, SALT)[key].digest != config_files(config, b"other")[key].digest
 
 
-def test_what_cannot_be_read_is_missing(config: Config) -> None:
+def test_unreadable_files_count_as_missing(config: Config) -> None:
     shutil.rmtree(config.model.path)
     assert config_files(config, SALT) == {}
 
 
 @pytest.mark.parametrize("path", ["owner/not-in-any-cache", "./nowhere", "a/b/c", "/no/such/path"])
-def test_a_model_that_this_host_does_not_have(path: str) -> None:
+def test_a_model_that_the_host_lacks_is_missing(path: str) -> None:
     assert local_folder(path) is None
 
 
-def test_the_hubs_cache_is_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_the_hub_cache_has_digests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Hosts with different commits in their Hugging Face caches would serve different models."""
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
@@ -96,7 +98,7 @@ def test_the_hubs_cache_is_a_folder_too(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(config_files(load("owner/name"), SALT)) == ["config.json"]
 
 
-def test_the_digest_of_the_source_is_that_of_its_files(
+def test_the_digest_of_the_source_covers_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     top = tmp_path / "swell"

@@ -34,7 +34,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return write
 
 
-def test_a_row_is_a_gpu() -> None:
+def test_each_row_describes_a_gpu() -> None:
     assert parse(ROW) == (H100,)
     (consumer,) = parse("1, NVIDIA GeForce RTX 4090, 570.1, [N/A], 1, [N/A]")
     assert (consumer.memory_bytes, consumer.used_bytes) == (None, 2**20)
@@ -43,12 +43,12 @@ def test_a_row_is_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("text", ["No devices were found", "0, a, b", "x, a, b, 1, 2, 3"])
-def test_what_is_no_row_is_refused(text: str) -> None:
+def test_an_invalid_row_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nvidia-smi printed"):
         parse(text)
 
 
-def test_a_program_that_works(program: Callable[[str], None]) -> None:
+def test_a_working_nvidia_smi_lists_the_gpus(program: Callable[[str], None]) -> None:
     program(f"test $# = 2 && printf '{ROW.strip()}\\n'")
     assert collect_gpus(10.0) == GpuFacts(installed=True, gpus=(H100,))
 
@@ -62,12 +62,14 @@ def test_a_program_that_works(program: Callable[[str], None]) -> None:
         ("exec sleep 30", "nvidia-smi did not answer within 0.2 s"),
     ],
 )
-def test_a_program_that_fails(program: Callable[[str], None], script: str, error: str) -> None:
+def test_a_failing_nvidia_smi_is_reported(
+    program: Callable[[str], None], script: str, error: str
+) -> None:
     program(script)
     found = collect_gpus(0.2 if "sleep" in script else 10.0)
     assert found.installed and found.gpus == ()
     assert found.error is not None and found.error.startswith(error)
 
 
-def test_a_host_without_it() -> None:
+def test_a_host_without_nvidia_smi_has_no_gpus() -> None:
     assert collect_gpus(10.0, program="no-such-program") == GpuFacts()

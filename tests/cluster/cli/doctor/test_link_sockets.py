@@ -61,14 +61,14 @@ def foreign_server(answer: bytes | None) -> Iterator[Target]:
             thread.join()
 
 
-def test_a_listener_that_is_reached_tells_its_time(listeners: LinkListeners) -> None:
+def test_a_reached_listener_returns_its_clock(listeners: LinkListeners) -> None:
     link = try_link("a", at(listeners.open(ANY)), TOKEN, 10.0)
     assert (link.source, link.target, link.part, link.error) == ("a", "b", "engines", None)
     assert abs(link.offset_s - AHEAD_S) <= link.round_trip_s / 2 + 0.001
     assert 0 < link.round_trip_s < 10.0
 
 
-def test_it_listens_at_a_free_port_of_its_part(listeners: LinkListeners) -> None:
+def test_a_listener_uses_a_free_port_of_its_share(listeners: LinkListeners) -> None:
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         part = Part(name="coordinator", first=port, last=port, host=HOST)
@@ -78,7 +78,7 @@ def test_it_listens_at_a_free_port_of_its_part(listeners: LinkListeners) -> None
     assert elsewhere.error is not None and elsewhere.port == 0
 
 
-def test_what_does_not_answer_is_told_apart(listeners: LinkListeners) -> None:
+def test_each_failure_of_a_link_has_its_own_error(listeners: LinkListeners) -> None:
     port = listeners.open(ANY).port
     with socket.socket() as closed:
         closed.bind((HOST, 0))
@@ -94,7 +94,7 @@ def test_what_does_not_answer_is_told_apart(listeners: LinkListeners) -> None:
     assert try_link("a", target(port), OTHER, 10.0).error is not None
 
 
-def test_an_attempt_that_hangs_holds_up_no_other(listeners: LinkListeners) -> None:
+def test_a_hanging_attempt_delays_no_other(listeners: LinkListeners) -> None:
     with foreign_server(None) as silent:
         found = try_links("a", [silent, at(listeners.open(ANY)), silent], TOKEN, 3.0)
     assert [link.error for link in found] == [
@@ -105,7 +105,7 @@ def test_an_attempt_that_hangs_holds_up_no_other(listeners: LinkListeners) -> No
     assert try_links("a", [], TOKEN, 0.5) == []
 
 
-def test_nothing_is_left_open() -> None:
+def test_all_sockets_are_closed() -> None:
     before = threading.active_count()
     with contextlib.closing(LinkListeners(TOKEN)) as some:
         port = some.open(ANY).port

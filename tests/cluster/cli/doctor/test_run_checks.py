@@ -279,7 +279,7 @@ def bad(findings: list[Finding]) -> list[Finding]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.check)
-def test_a_fault_is_found_where_it_is_and_nothing_else_is(fault: Fault) -> None:
+def test_exactly_the_host_with_a_fault_is_reported(fault: Fault) -> None:
     (found,) = bad(run_checks(fault.survey))
     assert found.check == fault.check
     assert found.level == CHECKS[fault.check].level
@@ -297,7 +297,7 @@ def test_healthy_hosts_pass(healthy: Survey) -> None:
     assert bad(run_checks(healthy)) == []
 
 
-def test_the_settings_that_find_a_lost_host_are_named_where_all_is_well() -> None:
+def test_settings_for_lost_hosts_are_named_on_healthy_hosts() -> None:
     (found,) = [one for one in run_checks(HEALTHY) if one.check == "health-checks"]
     assert found.level == "ok"
     for text in (
@@ -320,7 +320,7 @@ def test_a_function_has_the_name_of_its_check() -> None:
     assert sorted(names) == sorted(CHECKS.keys() - OF_THE_COMMAND)
 
 
-def test_without_a_configuration_the_hosts_alone_are_checked() -> None:
+def test_without_a_configuration_only_hosts_are_checked() -> None:
     found = run_checks(changed(HEALTHY, config=None))
     assert bad(found) == []
     of_config = {"files", "model", "same-files", "room", "free-resources", "http-port"}
@@ -333,7 +333,7 @@ def test_hosts_that_share_a_fault_share_a_finding() -> None:
     assert found.hosts == (name(1), name(2))
 
 
-def test_no_host_that_answers_is_blamed_for_one_that_is_silent() -> None:
+def test_a_host_that_answers_is_not_blamed_for_a_silent_one() -> None:
     """The findings about the other hosts are still reported."""
     alone = survey(1)
     silent = changed(
@@ -345,20 +345,20 @@ def test_no_host_that_answers_is_blamed_for_one_that_is_silent() -> None:
     assert [finding.check for finding in bad(run_checks(nobody))] == ["hosts"]
 
 
-def test_torch_for_cpu_beside_torch_for_cuda() -> None:
+def test_hosts_with_torch_for_cpu_and_for_cuda_are_reported() -> None:
     """A head node without a GPU may have the smaller CPU build of torch."""
     mixed = with_host(ON_GPUS, 0, torch=TorchFacts(version="2.13.0+cpu"), gpus=GpuFacts())
     mixed = changed(mixed, nodes=mixed.nodes | {name(0): {"CPU": 8.0}})
     assert bad(run_checks(mixed)) == []
 
 
-def test_what_running_engines_hold_is_theirs() -> None:
+def test_memory_of_running_engines_counts_as_available() -> None:
     busy = changed(NOT_ALL_FREE, engines_running=3)
     busy = with_host(busy, 0, http_error="8000 in use", **of_gpu(used_bytes=70 * GIB))
     assert bad(run_checks(busy)) == []
 
 
-def test_a_model_that_is_missing_is_no_other_model() -> None:
+def test_a_missing_model_is_not_reported_as_a_different_model() -> None:
     missing = with_host(HEALTHY, 1, unreadable=UNREADABLE, model_error="is not a folder", files={})
     assert [finding.check for finding in bad(run_checks(missing))] == ["files"]
 
@@ -373,7 +373,7 @@ def test_a_quota_that_allows_a_host_all_its_cores_is_not_shown() -> None:
     assert found.value == "8"
 
 
-def test_a_clock_difference_within_what_the_round_trip_hides() -> None:
+def test_a_clock_difference_within_the_round_trip_time_is_accepted() -> None:
     near = with_clock(survey(2), 1, 0.9, round_trip_s=1.0)
     assert bad(run_checks(near)) == []
 
@@ -389,6 +389,6 @@ def test_a_firewall_between_all_hosts_is_not_named_pair_by_pair() -> None:
     assert found[-1].value == f"{66 - MOST_LINKS} more of {len(pairs(names))} directions fail"
 
 
-def test_more_hosts_than_pairs_are_tried_of() -> None:
+def test_the_number_of_tried_pairs_is_bounded() -> None:
     (found,) = [finding for finding in run_checks(survey(40)) if finding.check == "links"]
     assert found.value == "640 of 1560 directions between 40 hosts were tried"

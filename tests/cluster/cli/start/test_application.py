@@ -53,7 +53,7 @@ class FakeServe:
         ("status", False, "delete the application 'swell' there yourself"),
     ],
 )
-def test_a_serve_that_does_not_answer_is_left(
+def test_an_unresponsive_serve_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, hanging: str, own_ray: bool, words: str
 ) -> None:
     """A controller or a raylet hangs: stopping Ray with it."""

@@ -86,7 +86,7 @@ def test_a_model_of_the_hub_is_announced_and_its_bytes_are_counted(
     assert download.share() == ""
 
 
-def test_a_download_whose_folder_is_gone(tmp_path: Path) -> None:
+def test_a_download_without_a_folder_shows_no_share(tmp_path: Path) -> None:
     assert HubDownload(tmp_path / "none", 10).share() == ""
 
 
@@ -99,7 +99,7 @@ def test_a_download_whose_folder_is_gone(tmp_path: Path) -> None:
         (0, {}, "did not answer within 0.5 s"),
     ],
 )
-def test_what_the_hub_refuses_is_said_in_one_line(
+def test_a_refusal_of_the_hub_is_reported_in_one_line(
     hub: type[Hub], status: int, headers: dict[str, str], reason: str
 ) -> None:
     hub.status, hub.headers_sent = status, headers
@@ -110,7 +110,7 @@ def test_what_the_hub_refuses_is_said_in_one_line(
     assert "model.path='owner/name'" in text
 
 
-def test_a_hub_that_is_not_there(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported(hub: type[Hub], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"cannot be reached.*copy the model"):
         ask([])
@@ -119,6 +119,6 @@ def test_a_hub_that_is_not_there(hub: type[Hub], monkeypatch: pytest.MonkeyPatch
         ask([])
 
 
-def test_a_folder_is_not_asked_for(tmp_path: Path) -> None:
+def test_a_local_folder_is_not_downloaded(tmp_path: Path) -> None:
     lines: list[str] = []
     assert ask_hub(load(str(tmp_path)), lines.append).share() == "" and not lines

@@ -12,7 +12,7 @@ from swell.cluster.cli.start.kernel_build import build_note
 
 
 @pytest.mark.parametrize("place", ["SWELL_CACHE", "HOME"])
-def test_a_build_is_seen_while_it_runs(
+def test_a_build_is_announced_while_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     monkeypatch.delenv("SWELL_CACHE", raising=False)
@@ -34,7 +34,7 @@ def test_a_build_is_seen_while_it_runs(
     assert notes == [" (kernels are compiled, once on each machine)", ""] and build_note() == ""
 
 
-def test_no_home_is_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_home_no_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 

@@ -138,7 +138,7 @@ def serve() -> Iterator[Callable[..., int]]:
 
 
 @pytest.mark.parametrize("limit_s", [30, 100])
-def test_swell_serve_starts_ray_until_its_limit_and_ends_with_the_remedy(
+def test_swell_serve_tries_to_start_ray_up_to_a_limit_and_names_the_remedy(
     fake: FakeRay,
     serve: Callable[..., int],
     capfd: pytest.CaptureFixture[str],
@@ -160,7 +160,7 @@ def test_swell_serve_starts_ray_until_its_limit_and_ends_with_the_remedy(
 
 @pytest.mark.parametrize("visible", [None, [], ["0"]])
 @pytest.mark.parametrize("gpus", [0, 1])
-def test_a_device_that_is_not_here_is_refused_before_ray_starts(
+def test_an_unavailable_device_is_refused_before_ray_starts(
     fake: FakeRay,
     serve: Callable[..., int],
     capfd: pytest.CaptureFixture[str],
@@ -185,7 +185,7 @@ def test_a_device_that_is_not_here_is_refused_before_ray_starts(
     assert is_here or len(lines) == 1
 
 
-def test_an_error_that_time_does_not_cure_ends_them_soon(
+def test_a_permanent_error_ends_the_attempts_early(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake.errors = [PermissionError("no home")]
@@ -199,7 +199,7 @@ def test_an_error_that_time_does_not_cure_ends_them_soon(
 
 
 @pytest.mark.parametrize("error", [SystemExit(15), Exception(TOO_SLOW)])
-def test_a_signal_ends_the_start_and_is_no_error(
+def test_a_signal_ends_the_start_without_an_error(
     fake: FakeRay, screen: Screen, tmp_path: Path, error: BaseException
 ) -> None:
     """Ray's own SIGTERM handler raises SystemExit. SIGINT only sets `stop`."""
@@ -211,7 +211,7 @@ def test_a_signal_ends_the_start_and_is_no_error(
     assert fake.attempts == 1 and not fake.living() and stop.is_set()
 
 
-def test_ray_waits_for_its_node_as_long_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ray_waits_for_its_node_for_the_configured_time(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[Any] = [RuntimeError("not there yet")] * 3
     clock = iter(range(10))
 
@@ -232,7 +232,7 @@ def test_ray_waits_for_its_node_as_long_as_we_do(monkeypatch: pytest.MonkeyPatch
     assert not isinstance(RayEnded(), RuntimeError), "Ray would ask again"
 
 
-def test_no_node_is_awaited_whose_raylet_has_ended(
+def test_the_wait_for_a_node_ends_when_its_raylet_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get_node(*_arguments: Any) -> None:
@@ -260,7 +260,7 @@ def test_a_gcs_that_has_closed_its_port_is_lost() -> None:
     assert processes.has_lost_one()
 
 
-def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
+def test_ray_starts_its_processes_by_the_replaced_functions() -> None:
     """These functions may have other names in another version of Ray. Then a signal to the process
     group would hang the shutdown, and Ray would wait 30 s for its node."""
     assert "ConsolePopen(" in inspect.getsource(services.start_ray_process)
@@ -268,7 +268,7 @@ def test_ray_starts_its_processes_by_the_functions_that_are_replaced() -> None:
     assert "services.get_node(" in text and "except RuntimeError" in text
 
 
-def test_a_process_that_ray_leaves_behind_ends_with_it(
+def test_a_leftover_process_of_ray_is_stopped_with_it(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that was suspended, or whose node was lost, does not notice that Ray has
@@ -290,7 +290,7 @@ def test_a_process_that_ray_leaves_behind_ends_with_it(
         left[0].kill()
 
 
-def test_a_ray_that_does_not_end_is_killed(
+def test_a_ray_that_does_not_stop_is_killed(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client waits for a raylet that does not answer: until it exits, or for ever."""
@@ -312,7 +312,7 @@ def test_a_ray_that_does_not_end_is_killed(
     assert not fake.living() and processes.is_client_left
 
 
-def test_a_stopped_ray_ends_in_order(
+def test_a_stopped_ray_terminates_in_order(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client waits for a stopped raylet, which continues once the end begins."""

@@ -29,14 +29,14 @@ def no_home(folder: Path) -> str:
     return str(folder / "file" / "home")
 
 
-def test_a_home_that_can_be_written_is_used(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_writable_home_is_used(environment: dict[str, str], tmp_path: Path) -> None:
     environment["HOME"] = str(tmp_path)
     before, lines = dict(environment), list[str]()
     use_private_files(tmp_path, lines.append)
     assert environment == before and lines == [] and home_problem() is None
 
 
-def test_without_a_home_everything_is_in_the_folder_of_the_start(
+def test_without_a_home_everything_is_in_the_start_folder(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
     environment["HOME"] = no_home(tmp_path)
@@ -52,7 +52,7 @@ def test_without_a_home_everything_is_in_the_folder_of_the_start(
     assert all(Path(path).parent == folder for path in paths)
 
 
-def test_what_the_user_has_set_stays(environment: dict[str, str], tmp_path: Path) -> None:
+def test_settings_of_the_user_are_kept(environment: dict[str, str], tmp_path: Path) -> None:
     environment |= {"HOME": no_home(tmp_path), "SWELL_CACHE": "/kept", "RAY_AUTH_MODE": "disabled"}
     lines = list[str]()
     use_private_files(tmp_path, lines.append)
@@ -60,7 +60,7 @@ def test_what_the_user_has_set_stays(environment: dict[str, str], tmp_path: Path
     assert "compiled kernels" not in lines[0]
 
 
-def test_nothing_can_be_written_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_writable_folders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_home, "write_problem", lambda folder: f"{folder} is full")
     with pytest.raises(OSError, match="/tmp is full; Ray keeps its sockets there"):
         check_temporary_files()

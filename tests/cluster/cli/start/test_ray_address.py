@@ -52,21 +52,21 @@ def address_of(server: socket.socket) -> str:
         ("127.0.0.1:1", "cannot be reached"),
     ],
 )
-def test_an_address_without_ray(address: str, problem: str) -> None:
+def test_an_address_without_ray_is_refused(address: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as found:
         probe_address(address)
     assert repr(address) in str(found.value) and "6379" in str(found.value)
 
 
 @pytest.mark.parametrize("text", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", b""])
-def test_a_server_that_is_no_gcs(listener: socket.socket, text: bytes) -> None:
+def test_a_server_other_than_the_gcs_is_refused(listener: socket.socket, text: bytes) -> None:
     thread = answer_once(listener, text)
     with pytest.raises(ConfigError, match="not the address of Ray's GCS"):
         probe_address(address_of(listener))
     thread.join()
 
 
-def test_a_server_that_says_nothing(
+def test_a_silent_server_is_refused(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ray_address, "_PROBE_S", 0.1)
@@ -81,7 +81,9 @@ def test_a_grpc_server_is_left_to_ray(listener: socket.socket) -> None:
     probe_address("auto")
 
 
-def test_swell_serve_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_swell_serve_reports_a_wrong_address_in_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     model = "configs/models/nano"
     assert main(["serve", model, "--port", "0", "--address", "127.0.0.1:1"]) == 1
     printed = capsys.readouterr()

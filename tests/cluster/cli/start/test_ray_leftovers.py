@@ -51,11 +51,11 @@ def start(*command: str, log: Path, mode: str = "a") -> subprocess.Popen[str]:
         )
 
 
-def test_nothing_is_left_of_a_ray_that_has_ended(tmp_path: Path) -> None:
+def test_a_terminated_ray_leaves_no_process(tmp_path: Path) -> None:
     assert writers(tmp_path) == [] == end_all(tmp_path, DEADLINE_S)
 
 
-def test_a_stopped_process_and_the_child_of_a_killed_one_are_ended(
+def test_a_stopped_process_and_the_child_of_a_killed_one_are_killed(
     tmp_path: Path, log: Path
 ) -> None:
     stopped = start("-c", "import time; time.sleep(600)", log=log)
@@ -69,7 +69,7 @@ def test_a_stopped_process_and_the_child_of_a_killed_one_are_ended(
     assert writers(tmp_path) == []
 
 
-def test_what_ends_by_itself_is_waited_for(tmp_path: Path, log: Path) -> None:
+def test_processes_that_exit_by_themselves_are_waited_for(tmp_path: Path, log: Path) -> None:
     end = tmp_path / "end"
     ending = start("-c", WAITS_FOR, str(end), log=log)
     assert writers(tmp_path) == [ending.pid]
@@ -78,7 +78,7 @@ def test_what_ends_by_itself_is_waited_for(tmp_path: Path, log: Path) -> None:
     assert ending.wait(timeout=DEADLINE_S) == 0
 
 
-def test_a_reader_of_the_logs_and_this_process_are_none_of_them(tmp_path: Path, log: Path) -> None:
+def test_a_log_reader_and_this_process_are_not_leftovers(tmp_path: Path, log: Path) -> None:
     reader = start("-c", "import sys; print(1, flush=True); input(sys.argv)", log=log, mode="r")
     other = start("-c", "import time; time.sleep(600)", log=_beside(tmp_path))
     with log.open("a"):
@@ -96,7 +96,7 @@ def _beside(folder: Path) -> Path:
     return path / "log"
 
 
-def test_a_process_that_starts_meanwhile_is_found(tmp_path: Path, log: Path) -> None:
+def test_a_process_that_starts_during_the_search_is_found(tmp_path: Path, log: Path) -> None:
     """A process that starts between two scans is found by the later one, and `end_all` kills it."""
     deadline = time.monotonic() + DEADLINE_S
     late = start("-c", "import time; time.sleep(600)", log=log)

@@ -17,7 +17,7 @@ from swell.cluster.cli import launch
 from swell.cluster.cli.start import ray_settings
 
 
-def test_a_value_of_the_users_stays(monkeypatch: pytest.MonkeyPatch):
+def test_a_value_of_the_user_is_kept(monkeypatch: pytest.MonkeyPatch):
     environment = {"RAY_event_stats": "1"}
     monkeypatch.setattr(os, "environ", environment)
     ray_settings.set_defaults(60.0)
@@ -37,7 +37,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_token_is_there_for_its_owner_alone_before_ray_starts(home: Path) -> None:
+def test_the_token_exists_before_ray_starts_and_only_its_owner_may_read_it(home: Path) -> None:
     """Ray uses an existing token. It would create one that every account can read."""
     before = os.umask(0)
     try:
@@ -54,7 +54,9 @@ def test_the_token_is_there_for_its_owner_alone_before_ray_starts(home: Path) ->
     assert os.listdir(token.parent) == ["auth_token"]
 
 
-def test_no_token_is_made_where_none_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_authentication_no_token_is_created(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (("RAY_AUTH_MODE", "disabled"), ("RAY_AUTH_TOKEN", "0" * 64)):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
@@ -67,7 +69,7 @@ def test_no_token_is_made_where_none_is_used(home: Path, monkeypatch: pytest.Mon
     assert not (home / ".ray").exists()
 
 
-def test_the_folder_of_ray_lies_in_one_that_only_its_owner_enters(
+def test_the_ray_folder_is_inside_a_private_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ray makes its own folder accessible to every account."""

@@ -98,7 +98,7 @@ def test_what_libraries_write_goes_to_the_log(tmp_path: Path) -> None:
     assert log.stat().st_mode & 0o077 == 0
 
 
-def test_a_reader_that_has_left_ends_nothing(tmp_path: Path) -> None:
+def test_a_closed_output_does_not_stop_the_start(tmp_path: Path) -> None:
     """With `swell serve | head -1` the server keeps running."""
     reader, writer = os.pipe()
     os.close(reader)

@@ -64,7 +64,7 @@ def wait_for(process: subprocess.Popen[str], *states: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_stopped_process_goes_on_once_the_end_begins(tmp_path: Path, start: Start) -> None:
+def test_a_stopped_process_continues_when_the_shutdown_begins(tmp_path: Path, start: Start) -> None:
     stopped, other = start(SLEEP), start(SLEEP, "ray-other")
     stop(stopped)
     stop(other)
@@ -78,7 +78,7 @@ def test_a_stopped_process_goes_on_once_the_end_begins(tmp_path: Path, start: St
     assert stopped.poll() is None and state(other) == "T"
 
 
-def test_a_process_that_is_stopped_again_and_again_is_killed(tmp_path: Path, start: Start) -> None:
+def test_a_repeatedly_stopped_process_is_killed(tmp_path: Path, start: Start) -> None:
     stubborn, running = start(STOPS_AGAIN), start(SLEEP)
     stop(stubborn)
     found_s: dict[int, float] = {}

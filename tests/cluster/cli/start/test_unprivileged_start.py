@@ -84,9 +84,7 @@ def start(model: Path, home: str | None) -> tuple[dict[str, Any], list[str], lis
 
 
 @pytest.mark.parametrize("home", [None, "/nonexistent", "that of another account"])
-def test_all_that_the_home_would_keep_is_in_the_private_folder(
-    public: Path, home: str | None
-) -> None:
+def test_all_files_of_the_home_are_in_the_private_folder(public: Path, home: str | None) -> None:
     if home and not home.startswith("/"):
         home = str(public)
     found, lines, errors = start(public / "nano", home)
