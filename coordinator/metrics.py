@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
+from swell.coordinator.manager_state import ScalingCounts, UpgradeStatus
 from swell.coordinator.wire import ClusterView, EngineReport
 
 # swell_sync_seconds only increases, but as a counter its name would be swell_sync_seconds_total.

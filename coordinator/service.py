@@ -20,9 +20,8 @@ from swell.coordinator.cluster_state import load_report_s
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.metrics_aggregator import MetricsAggregator
 from swell.coordinator.monitors.engine_monitor import StalledEngine
-from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult
+from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult, recovery_s
 from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.transport.channel import ChannelAddress, Inbox, make_keys
 from swell.coordinator.transport.contact import CoordinatorEndpoint

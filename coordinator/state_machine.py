@@ -1,4 +1,5 @@
-"""The coordinator's decisions: members, the group that steps together, stalled engines. Pure.
+"""The coordinator's decisions: members, the group that steps together, stalled engines, and when a
+restarted coordinator begins to decide. Pure.
 
     messages of engines  --> waves (which engines step)    --\\
     calls of the manager --> roster (the members)          ---> commands to engines,
@@ -19,10 +20,16 @@ import msgspec
 from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
-from swell.coordinator.forming_reasons import named, not_followed, not_formed, not_joined
 from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
-from swell.coordinator.monitors.forming_monitor import FormingMonitor, Remedy
+from swell.coordinator.monitors.forming_monitor import (
+    FormingMonitor,
+    Remedy,
+    named,
+    not_followed,
+    not_formed,
+    not_joined,
+)
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wave_protocol.wave_interface import (
     CoordinatorWaves,
@@ -409,3 +416,18 @@ class CoordinatorStateMachine:
         self.detached &= set(self.roster.ranks)
         self._repairs = {r: count for r, count in self._repairs.items() if self.roster.find(r)}
         self._engine_monitor.set_ranks({*self.roster.ranks, *self._joining}, now)
+
+
+def recovery_s(config: ClusterConfig, first_heard_s: float | None, *, has_moved: bool) -> float:
+    """Returns how long a restarted coordinator listens in total. `first_heard_s` is when the first
+    engine introduced itself. At the predecessor's address, peers reconnect within a second and then
+    send a message each heartbeat. At another address (`has_moved`, or the first engine is late),
+    they must first notice that the predecessor is silent; all notice it within a heartbeat of each
+    other."""
+    soon_s = 1.0 + config.heartbeat_s
+    limit_s = soon_s + config.stall_timeout_s
+    if first_heard_s is None:
+        return limit_s
+    if first_heard_s <= soon_s and not has_moved:
+        return soon_s
+    return min(limit_s, first_heard_s + soon_s + config.heartbeat_s)

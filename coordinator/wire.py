@@ -14,9 +14,8 @@ import msgspec
 from msgspec.structs import replace
 
 from swell.configs.lora import Adapter
-from swell.coordinator.manager_state import ManagerState, Sleep
+from swell.coordinator.manager_state import ManagerState, ScalingCounts, Sleep
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.scaling_counts import ScalingCounts
 
 # ---------------------------------------------------------------- ingresses
 

@@ -17,7 +17,7 @@ from swell.cluster.control.plan.load_signals import LoadSeries
 from swell.cluster.control.plan.node_drains import Moves, plan_moves
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
-from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
+from swell.coordinator.manager_state import ScalingCounts, UpgradeStatus
 from swell.coordinator.service import Membership
 
 

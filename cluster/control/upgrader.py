@@ -20,7 +20,7 @@ from swell.cluster.control.plan.upgrade_plan import UpgradePlan
 from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
-from swell.coordinator.scaling_counts import UpgradeStatus
+from swell.coordinator.manager_state import UpgradeStatus
 from swell.coordinator.service import Membership
 
 _SAVE_TIMEOUT_S = 10.0

@@ -1,4 +1,5 @@
-"""Detects that a group fails to form in time, and which engines are the cause. Pure.
+"""Detects that a group fails to form in time, finds the engines that are the cause, and describes
+them: which engine, on which host, and why. Pure.
 
 While a group forms, its engines leave the older group, connect and move experts. Forming has failed
 if nothing happens for `limit_s`: no engine joins, and none makes progress. The cause is found as
@@ -25,9 +26,10 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+from swell.coordinator.roster import Member
 from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.wave_protocol.wave_interface import CoordinatorWaves, GroupState, Phase
 from swell.coordinator.wire import Broken, EngineReport
@@ -221,3 +223,32 @@ def cover(pairs: Set[frozenset[int]], candidates: Set[int]) -> frozenset[int]:
         chosen.add(max(counts, key=lambda rank: (counts[rank], rank)))
         left = {pair for pair in left if not pair & chosen}
     return frozenset(chosen)
+
+
+def not_followed(rank: int, member: Member | None, epoch: int, waited_s: float) -> str:
+    """Describes an engine that hangs in an older group."""
+    name = f"engine {rank}" if member is None else named(member)
+    return f"{name} did not join the group of epoch {epoch} in {waited_s:.1f} s"
+
+
+def not_formed(newcomer: Member, waited_s: float, peers: Sequence[Member], said: str) -> str:
+    """Describes a newcomer whose join is cancelled. `peers`: engines that it did not reach, or that
+    did not reach it. `said`: the last reason that an engine reported for a failed group, or
+    empty."""
+    said = said or "no engine reported a reason"
+    names = " and ".join(map(named, peers))
+    why = f"no connection with {names} ({said})" if peers else said
+    return f"no group formed with {named(newcomer)} in {waited_s:.1f} s: {why}"
+
+
+def not_joined(rank: int, timeout_s: float, is_alive: bool) -> str:
+    """Describes a newcomer that has no group after `timeout_s` seconds, for an unknown reason."""
+    if is_alive:
+        return f"engine {rank} did not join the group within {timeout_s:g} s"
+    return f"engine {rank} died while it joined the group"
+
+
+def named(member: Member) -> str:
+    """Returns the rank of an engine with the host and port that its peers use."""
+    host = member.address.tcp.removeprefix("tcp://") or "an unknown address"
+    return f"engine {member.rank} at {host}"

@@ -37,7 +37,7 @@ from swell.configs.runtime.secret import HoldsSecrets, SecretBytes
 from swell.configs.runtime.waker import Waker
 from swell.coordinator.transport.authenticator import Authenticator
 from swell.coordinator.transport.codec import FrameDecoder, encode
-from swell.coordinator.transport.socket_options import connect_soon, detect_silence
+from swell.coordinator.transport.handshakes import HANDSHAKE_S
 
 M = TypeVar("M")
 
@@ -49,6 +49,8 @@ _LOG_EVERY_ATTEMPTS = 100
 """Number of attempts after which the warning is logged again."""
 DEFAULT_SILENCE_S = 10.0
 """Time without data after which a connection counts as dead."""
+CONNECT_S = 2.0
+"""Timeout for the first packet of a connection, which TCP repeats once in this time."""
 _MAX_BURST = 4096
 """Maximum number of messages that are delivered at a time."""
 _MAX_SOCKETS = 49_152
@@ -386,3 +388,22 @@ class AsyncOutlet(Outlet[M]):
             if message is not None:
                 self._take(message)
         self._loop.call_soon(self._drain)
+
+
+def detect_silence(socket: Any, silence_s: float) -> None:
+    """Closes a connection at both sides if nothing has arrived for `silence_s`, although ZeroMQ's
+    own threads, which also run during a long step, send heartbeats. ZeroMQ then reconnects;
+    messages in transit are lost."""
+    silence_ms = round(silence_s * 1000)
+    socket.heartbeat_ivl = silence_ms // 4
+    socket.heartbeat_timeout = socket.tcp_maxrt = silence_ms - silence_ms // 4
+
+
+def connect_soon(socket: Any) -> None:
+    """Sets timeouts for connection attempts, after which ZeroMQ retries.
+
+    TCP repeats the first packet after 1, 3, 7, 15, 31 and 63 s: without a timeout, a restored link
+    could stay unused for as long as it was down.
+    """
+    socket.connect_timeout = round(CONNECT_S * 1000)
+    socket.handshake_ivl = round(HANDSHAKE_S * 1000)

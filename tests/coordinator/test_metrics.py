@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swell.coordinator.manager_state import ScalingCounts, UpgradeStatus
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.roster import Roster
-from swell.coordinator.scaling_counts import ScalingCounts, UpgradeStatus
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.coordinator.test_roster import roster_of
 

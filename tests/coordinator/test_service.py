@@ -12,10 +12,9 @@ import pytest
 
 from swell.configs.schema import load
 from swell.coordinator.manager_state import DesiredState, ManagerId, ManagerState, NotLeading
-from swell.coordinator.recovery import recovery_s
 from swell.coordinator.roster import Roster
 from swell.coordinator.service import CoordinatorService
-from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.state_machine import CoordinatorStateMachine, recovery_s
 from swell.coordinator.transport import channel
 from swell.coordinator.transport.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.transport.codec import encode

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from swell.configs.runtime.network import PortsTakenError, coordinator_ports, other_ports
 from swell.coordinator.transport import channel
@@ -25,6 +27,7 @@ from swell.coordinator.transport.channel import (
     ChannelKeys,
     Inbox,
     Outlet,
+    connect_soon,
     make_keys,
     this_machine,
 )
@@ -286,7 +289,6 @@ def test_an_untrusted_peer_gets_nothing_and_harms_nobody(
 
 
 def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
-    import socket
 
     host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=SOON_S) as untrusted_peer:
@@ -445,3 +447,29 @@ def test_a_handshake_that_is_over_at_once_is_noticed(
         outlet.close()
 
     asyncio.run(scenario())
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """Yields a port whose connection attempts are dropped, because the listener's queue is full."""
+    with socket.socket() as door, socket.socket() as first, socket.socket() as second:
+        door.bind((HOST, 0))
+        door.listen(0)
+        for filling in (first, second):
+            filling.setblocking(False)
+            filling.connect_ex(door.getsockname())
+        yield door.getsockname()[1]
+
+
+def test_an_attempt_that_nobody_answers_is_followed_by_a_new_one(silent_port: int) -> None:
+    """A link that works again is used at once."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as outlet:
+        outlet.linger = 0
+        connect_soon(outlet)
+        retried = outlet.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        outlet.connect(f"tcp://{HOST}:{silent_port}")
+        for _ in range(2):  # ZeroMQ sets the delay to the next attempt before each attempt
+            assert retried.poll(SOON_S * 1000), "it waits for TCP, for up to two minutes"
+            assert recv_monitor_message(retried)["event"] == zmq.EVENT_CONNECT_RETRIED
+        retried.close(linger=0)
+        outlet.disable_monitor()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.coordinator.scaling_counts import ScalingCounts
+from swell.coordinator.manager_state import ScalingCounts
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import HOSTS, SLOW_STEP_S, Fault, Operation, Request, Scenario

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.channel import CONNECT_S, ChannelAddress
 from swell.coordinator.transport.handshakes import HANDSHAKE_S
-from swell.coordinator.transport.socket_options import CONNECT_S
 from tests.simulator.kernel.kernel import WORLD, Kernel
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.connection import READY, Side

@@ -34,7 +34,6 @@ MODULES = (
     "coordinator.monitors.engine_monitor",
     "coordinator.monitors.forming_monitor",
     "coordinator.monitors.progress_monitor",
-    "coordinator.recovery",
     "coordinator.roster",
     "coordinator.service",
     "coordinator.state_machine",
