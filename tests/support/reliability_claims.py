@@ -42,7 +42,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "The request carries its age": (
             f"{_CLIENT}/requests/test_request_state.py"
-            "::test_a_later_attempt_says_how_long_the_request_has_waited",
+            "::test_a_later_attempt_carries_the_waiting_time_so_far",
         ),
         "the next engine starts it before younger requests": (
             "tests/engine/test_engine_core.py"
@@ -68,7 +68,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_MANAGER}::test_a_dead_engine_is_removed_at_once_and_replaced",
         ),
         "A request that has cost two engines is given up": (
-            f"{_FAILOVER}::test_a_request_that_costs_two_engines_goes_no_further",
+            f"{_FAILOVER}::test_a_request_that_crashed_two_engines_fails",
             f"{_CLIENT}/test_request_placer.py::test_two_losses_while_engines_leave_end_a_request",
         ),
         "the roster names the engines that left on request": (
@@ -78,7 +78,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
         ),
         "a request that only waited does not count": (
-            f"{_FAILOVER}::test_whoever_only_waited_had_no_part_in_a_loss",
+            f"{_FAILOVER}::test_a_waiting_request_is_not_blamed_for_a_lost_engine",
             "tests/engine/serving/test_server.py::test_requests_in_a_step_are_announced_before_it",
         ),
         "two suspects are never computed together": (
@@ -133,7 +133,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     9: {
         "goes only to engines with its version of the weights": (
-            f"{_CLIENT}/requests/test_answer_version.py::test_an_answer_continues_on_its_version_alone",
+            f"{_CLIENT}/requests/test_answer_version.py::test_an_answer_continues_only_on_its_version",
         ),
         "The last engine of a version terminates only when no ingress needs it": (
             f"{_CONTROL}/manager/test_manager_upgrade.py"
@@ -149,7 +149,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     10: {
         "While it is away, routing continues with the last view": (
-            f"{_FAILOVER}::test_a_coordinator_comes_back_at_its_place",
+            f"{_FAILOVER}::test_a_restarted_coordinator_continues_at_its_address",
             "tests/coordinator/test_service.py::test_a_stalled_coordinator_keeps_its_subscribers",
         ),
         "A restarted coordinator learns the members from the engines": (
@@ -239,10 +239,10 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     16: {
         "Ingress and engine count the messages of their connection": (
-            f"{_CONNECTION}::test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is",
+            f"{_CONNECTION}::test_exactly_the_losses_are_detected_at_the_next_exchange",
         ),
         "the ingress opens a new connection and continues its requests": (
-            f"{_FAILOVER}::test_lost_messages_are_computed_again",
+            f"{_FAILOVER}::test_outputs_of_lost_messages_are_computed_again",
         ),
         "A connection on which nothing arrives is closed within": (
             "tests/simulator/network/test_connection_contract.py"
@@ -251,7 +251,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     17: {
         "An ingress routes around an engine that it has not reached": (
-            f"{_CONNECTION}::test_an_engine_that_is_heard_and_does_not_answer_is_not_reached",
+            f"{_CONNECTION}::test_an_engine_that_sends_but_does_not_answer_counts_as_unreachable",
             f"{_CLIENT}/routing/test_readiness.py"
             "::test_an_engine_that_this_ingress_does_not_reach_is_not_ready",
         ),
@@ -304,10 +304,10 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "Several faults at once": {
         "waits `cluster.start_timeout_s` for another one": (
-            f"{_FAILOVER}::test_a_request_does_not_wait_for_ever",
+            f"{_FAILOVER}::test_the_wait_for_an_engine_has_a_deadline",
         ),
         "`serve.no_engine_timeout_s`; then the answer is a 503": (
-            f"{_FAILOVER}::test_a_request_does_not_wait_for_ever_for_the_first_engine",
+            f"{_FAILOVER}::test_the_wait_for_the_first_engine_has_a_deadline",
         ),
     },
     "The node.": {
@@ -348,11 +348,11 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "A request that kills engines": {
         "is given up after two (point 4)": (
-            f"{_FAILOVER}::test_a_request_that_costs_two_engines_goes_no_further",
+            f"{_FAILOVER}::test_a_request_that_crashed_two_engines_fails",
         ),
         "whose outputs this ingress could not handle six times in a row": (
             f"{_CLIENT}/requests/test_request_state.py"
-            "::test_only_what_may_be_the_reason_of_many_losses_is_given_up",
+            "::test_only_a_possible_cause_of_many_losses_is_abandoned",
         ),
     },
     "A link that loses messages ends no request": {

@@ -92,7 +92,7 @@ async def call(*, answers: bool) -> Any:
         llm.close()
 
 
-def test_an_answer_that_is_there_counts_though_the_loop_was_late() -> None:
+def test_a_received_answer_counts_although_the_loop_was_late() -> None:
     assert asyncio.run(call(answers=True)) == "idle"
 
 
@@ -102,7 +102,7 @@ def test_an_engine_that_does_not_answer_is_a_timeout() -> None:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_an_ingress_that_was_stopped_looks_for_an_engine_before_it_gives_up(comes: bool) -> None:
+def test_a_resumed_ingress_looks_for_an_engine_before_it_times_out(comes: bool) -> None:
     """When the ingress resumes, the request's time is over, but the view with a new engine is still
     unread."""
 

@@ -108,7 +108,7 @@ class Line(ThreadRuntime, EngineListener):
 
 
 @given(st.lists(st.tuples(st.sampled_from(["send", "answer", "exchange"]), st.booleans())))
-def test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is(
+def test_exactly_the_losses_are_detected_at_the_next_exchange(
     events: list[tuple[str, bool]],
 ) -> None:
     line, is_lost, noticed = Line(), False, 0
@@ -143,7 +143,7 @@ def test_every_loss_is_noticed_at_the_next_exchange_and_nothing_else_is(
     assert [outlet.closed for outlet in line.outlets[:-1]] == [True] * (len(line.outlets) - 1)
 
 
-def test_an_engine_learns_every_identity_that_was_replaced_until_it_has_answered() -> None:
+def test_an_engine_receives_all_replaced_identities_until_it_answers() -> None:
     line = Line()
     for count in (1, 2, 3):
         line.answer(arrives=False)
@@ -167,7 +167,7 @@ def test_outputs_that_cannot_be_handled_count_as_lost() -> None:
     assert line.lost == [EngineId(3, 7)] and line.outlets[0].closed
 
 
-def test_an_engine_that_has_forgotten_a_silent_ingress_is_found_out() -> None:
+def test_an_engine_that_dropped_a_silent_ingress_is_detected() -> None:
     line = Line()
     line.connection.send(AbortRequests(["r"]))
     line.exchange()
@@ -179,7 +179,7 @@ def test_an_engine_that_has_forgotten_a_silent_ingress_is_found_out() -> None:
     assert line.lost == [EngineId(3, 7)]
 
 
-def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
+def test_a_broken_connection_sends_no_keep_alives() -> None:
     """Otherwise an unbounded number of keep-alives would queue up."""
     line = Line()
     line.outlet.connected = False
@@ -191,7 +191,7 @@ def test_a_connection_that_is_down_gets_no_keep_alives() -> None:
     assert line.outlet.sent == [KeepAlive(0)]
 
 
-def test_the_silence_before_a_connection_ended_counts() -> None:
+def test_silence_before_a_disconnect_counts() -> None:
     """The disconnect is noticed only after some silence, which must be counted."""
     line = Line()
     line.time_s += 5.0
@@ -203,7 +203,7 @@ def test_the_silence_before_a_connection_ended_counts() -> None:
     assert line.connection.check(line.now()) == 10.0
 
 
-def test_an_engine_that_is_heard_and_does_not_answer_is_not_reached() -> None:
+def test_an_engine_that_sends_but_does_not_answer_counts_as_unreachable() -> None:
     """If packets are lost in one direction, outputs arrive as long as the engine has work."""
     line = Line()
     line.time_s += 5.0

@@ -109,7 +109,7 @@ def roster(epoch: int, *ranks: int) -> Roster:
     return Roster(epoch, tuple(Member(rank, ADDRESS, incarnation=rank) for rank in ranks))
 
 
-def test_reports_and_loads_belong_to_the_roster_that_is_known() -> None:
+def test_reports_and_loads_belong_to_the_current_roster() -> None:
     async def scenario() -> None:
         ingress = Ingress()
         take = ingress.coordinator.take
@@ -128,7 +128,7 @@ def test_reports_and_loads_belong_to_the_roster_that_is_known() -> None:
     asyncio.run(scenario())
 
 
-def test_a_view_that_was_lost_is_asked_for_at_once_and_once() -> None:
+def test_a_lost_view_is_requested_at_once_and_only_once() -> None:
     async def scenario() -> None:
         ingress = Ingress()
         take = ingress.coordinator.take
@@ -148,7 +148,7 @@ def test_a_view_that_was_lost_is_asked_for_at_once_and_once() -> None:
     asyncio.run(scenario())
 
 
-def test_a_roster_that_cannot_be_followed_is_asked_for_again() -> None:
+def test_a_roster_that_cannot_be_applied_is_requested_again() -> None:
     async def scenario() -> None:
         ingress = Ingress()
         make = ingress.async_outlet
@@ -164,7 +164,7 @@ def test_a_roster_that_cannot_be_followed_is_asked_for_again() -> None:
     asyncio.run(scenario())
 
 
-def test_only_engines_in_use_get_a_keep_alive_with_each_heartbeat() -> None:
+def test_only_engines_in_use_receive_a_keep_alive_per_heartbeat() -> None:
     """Every other engine gets keep-alives often enough that it does not forget the ingress."""
 
     async def scenario() -> None:
@@ -244,7 +244,7 @@ def test_an_engine_that_waits_for_the_coordinator_is_not_used() -> None:
     asyncio.run(scenario())
 
 
-def test_who_does_not_answer_while_the_coordinator_is_silent_has_to_answer_first() -> None:
+def test_an_engine_that_was_unresponsive_must_answer_before_it_is_used() -> None:
     """While the coordinator reports, a silent engine may be inside a long step, because the
     coordinator knows its progress. Without the coordinator, the engine must answer first."""
 
@@ -266,13 +266,13 @@ def test_who_does_not_answer_while_the_coordinator_is_silent_has_to_answer_first
     asyncio.run(scenario())
 
 
-def test_loads_are_the_part_of_a_report_that_is_routed_by() -> None:
+def test_loads_are_the_part_of_a_report_that_routing_uses() -> None:
     report = EngineReport(3, running=1, waiting=2, waiting_tokens=3, kv_usage=0.5, steps=4)
     assert EngineLoad.of(report) == EngineLoad(3, 1, 2, 3, 0.5, 4)
     assert EngineLoad.of(replace(report, progress_counter=9)) == EngineLoad.of(report)
 
 
-def test_a_view_follows_the_loads() -> None:
+def test_loads_update_the_view() -> None:
     """The view includes an engine whose first report has just arrived."""
     view = ClusterView(
         roster(1, 0, 1, 2),

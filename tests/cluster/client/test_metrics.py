@@ -40,7 +40,7 @@ def shown_alone(part: Histogram | Counter) -> list[str]:
 
 
 @given(st.lists(st.sampled_from(BOUNDS) | st.floats(0, 1000)))
-def test_a_histogram_shows_what_theirs_shows(values: list[float]):
+def test_a_histogram_renders_like_prometheus_client(values: list[float]):
     theirs = CollectorRegistry()
     one = Histogram("name", "What it is.", BOUNDS)
     other = TheirHistogram("swell_name", "What it is.", buckets=BOUNDS, registry=theirs)
@@ -51,7 +51,7 @@ def test_a_histogram_shows_what_theirs_shows(values: list[float]):
 
 
 @given(st.lists(st.tuples(st.sampled_from(REASONS), st.floats(0, 1000))))
-def test_a_counter_shows_what_theirs_shows(values: list[tuple[str, float]]):
+def test_a_counter_renders_like_prometheus_client(values: list[tuple[str, float]]):
     theirs = CollectorRegistry()
     one = Counter("name", "What it is.", "reason", REASONS)
     plain = Counter("plain", "What it is.")
@@ -92,7 +92,7 @@ iterations = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), iterations), max_size=12))
-def test_any_ingress_shows_what_one_alone_would(seen: list[tuple[bool, IterationStats]]):
+def test_any_ingress_shows_the_metrics_of_a_single_ingress(seen: list[tuple[bool, IterationStats]]):
     alone, one, other = PrometheusStats(), PrometheusStats(), PrometheusStats()
     for here, stats in seen:
         alone.record(stats)

@@ -10,9 +10,7 @@ from tests.cluster.client.scripted_cluster import ScriptedCluster, run
 
 @pytest.mark.parametrize("state", [MemberState.ACTIVE, MemberState.LEAVING])
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_a_loss_counts_whether_the_engine_was_leaving_or_not(
-    state: MemberState, is_lost: bool
-) -> None:
+def test_a_loss_counts_for_an_engine_in_any_state(state: MemberState, is_lost: bool) -> None:
     """The roster without the engine decides whether it was lost. An earlier roster that marks it as
     leaving may not have arrived."""
 

@@ -12,7 +12,7 @@ from tests.cluster.text import tokenizers_for_tests
 
 
 @pytest.mark.parametrize(("server", "asked", "events"), [(1, None, 9), (4, None, 3), (1, 8, 2)])
-def test_a_stream_comes_in_as_many_events_as_its_interval_says(
+def test_a_stream_has_the_number_of_events_of_its_interval(
     tmp_path: Path, server: int, asked: int | None, events: int
 ) -> None:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)

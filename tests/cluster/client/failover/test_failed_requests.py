@@ -45,7 +45,7 @@ async def answer_of(cluster: FakeCluster, engine: FakeEngine, path: str, payload
 
 
 @pytest.mark.parametrize(("path", "payload"), ANSWERS)
-def test_before_the_first_token_it_is_a_500_that_says_so(
+def test_a_failure_before_the_first_token_is_a_500_with_its_reason(
     folder: Path, path: str, payload: Any
 ) -> None:
     async def scene(cluster: FakeCluster) -> None:

@@ -75,7 +75,7 @@ def test_a_successor_at_the_same_rank_is_another_engine(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_a_repairing_engine_gives_what_it_has_to_another(folder: Path) -> None:
+def test_requests_of_a_repairing_engine_move_to_another_one(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([1], 20))
@@ -91,7 +91,7 @@ def test_a_repairing_engine_gives_what_it_has_to_another(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_a_repairing_engine_keeps_what_it_has_if_it_is_alone(folder: Path) -> None:
+def test_the_only_engine_keeps_its_requests_during_a_repair(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([1], 20))
@@ -110,7 +110,7 @@ def test_a_repairing_engine_keeps_what_it_has_if_it_is_alone(folder: Path) -> No
 
 
 @pytest.mark.parametrize("recount", [True, False])
-def test_an_abort_that_nobody_asked_for_is_not_the_end(folder: Path, recount: bool) -> None:
+def test_an_unrequested_abort_does_not_end_a_request(folder: Path, recount: bool) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([1], 20))
@@ -126,7 +126,7 @@ def test_an_abort_that_nobody_asked_for_is_not_the_end(folder: Path, recount: bo
 
 
 @pytest.mark.parametrize("lost", [1, 2, 5])
-def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
+def test_outputs_of_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
     """The ingress ignores what the engine still sends for the abandoned attempt before it receives
     the abort."""
 
@@ -148,7 +148,7 @@ def test_lost_messages_are_computed_again(folder: Path, lost: int) -> None:
     play(folder, scene)
 
 
-def test_a_count_that_begins_again_is_a_loss(folder: Path) -> None:
+def test_a_restarted_message_count_means_lost_messages(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0, steps=3)
         stream = Stream(cluster, body([1], 20))
@@ -184,7 +184,7 @@ def test_a_request_waits_for_an_engine(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_an_ingress_that_is_there_before_any_engine_keeps_requests_for_one(folder: Path) -> None:
+def test_an_ingress_without_engines_holds_requests_for_the_first_one(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         early = asyncio.create_task(cluster.client.post("/v1/completions", json=body([7], 5)))
         count = asyncio.create_task(cluster.client.post("/tokenize", json={"prompt": "the fox"}))
@@ -203,7 +203,7 @@ def test_an_ingress_that_is_there_before_any_engine_keeps_requests_for_one(folde
     play(folder, scene, **{"serve.max_waiting_requests": 2})
 
 
-def test_a_request_does_not_wait_for_ever_for_the_first_engine(folder: Path) -> None:
+def test_the_wait_for_the_first_engine_has_a_deadline(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         early = await cluster.client.post("/v1/completions", json=body([7], 5))
         assert early.status_code == 503
@@ -213,7 +213,7 @@ def test_a_request_does_not_wait_for_ever_for_the_first_engine(folder: Path) -> 
     play(folder, scene, **{"serve.no_engine_timeout_s": 0.1})
 
 
-def test_a_request_does_not_wait_for_ever(folder: Path) -> None:
+def test_the_wait_for_an_engine_has_a_deadline(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=2)
         stream = Stream(cluster, body([1], 20))
@@ -234,7 +234,7 @@ def test_a_request_does_not_wait_for_ever(folder: Path) -> None:
     play(folder, scene, **{"serve.no_engine_timeout_s": 0.1})
 
 
-def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
+def test_a_stream_survives_fifty_rescales(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0, steps=1)
         stream = Stream(cluster, body([1], 60))
@@ -252,7 +252,7 @@ def test_one_stream_lives_through_fifty_rescales(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: bool) -> None:
+def test_a_request_that_crashed_two_engines_fails(folder: Path, begun: bool) -> None:
     """A request that gained a token from the first engine is not blamed for its loss. It fails
     after two losses of its own."""
 
@@ -294,7 +294,7 @@ def test_a_request_that_costs_two_engines_goes_no_further(folder: Path, begun: b
     play(folder, scene)
 
 
-def test_whoever_only_waited_had_no_part_in_a_loss(folder: Path) -> None:
+def test_a_waiting_request_is_not_blamed_for_a_lost_engine(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0, steps=0)
         whole = asyncio.create_task(cluster.client.post("/v1/completions", json=body([2], 20)))
@@ -309,7 +309,7 @@ def test_whoever_only_waited_had_no_part_in_a_loss(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_a_coordinator_comes_back_at_its_place(folder: Path) -> None:
+def test_a_restarted_coordinator_continues_at_its_address(folder: Path) -> None:
     """Answers stream meanwhile. The successor is told the epoch from which to continue."""
 
     async def scene(cluster: FakeCluster) -> None:
@@ -333,7 +333,7 @@ def test_a_coordinator_comes_back_at_its_place(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_whoever_waits_says_so(folder: Path) -> None:
+def test_a_waiting_ingress_sends_keep_alives(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         engine = await cluster.join(0)
         await until(lambda: engine.keep_alives > 2)
@@ -377,7 +377,7 @@ def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
     play(folder, scene)
 
 
-def test_an_engine_that_missed_an_abort_gets_the_next_attempt(folder: Path) -> None:
+def test_an_engine_that_missed_an_abort_accepts_the_next_attempt(folder: Path) -> None:
     """The engine still runs the first attempt, whose outputs arrive late. The answer has every
     token once."""
 

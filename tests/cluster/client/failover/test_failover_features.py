@@ -58,7 +58,7 @@ def pair() -> Iterator[tuple[LLM, LLM]]:
     asked=st.lists(st.tuples(KINDS, CUTS, st.integers(0, 1)), min_size=2, max_size=4),
     patience=PATIENCE,
 )
-def test_a_feature_outlives_its_engine(
+def test_a_feature_survives_the_loss_of_its_engine(
     name: str,
     asked: list[tuple[RequestOutputKind, list[int], int]],
     patience: int,
@@ -78,7 +78,7 @@ def test_a_feature_outlives_its_engine(
     asked=st.lists(st.tuples(request_specs(), KINDS, CUTS), min_size=1, max_size=4),
     patience=PATIENCE,
 )
-def test_features_together_outlive_their_engines(asked, patience, pair, plain) -> None:
+def test_combined_features_survive_the_loss_of_their_engines(asked, patience, pair, plain) -> None:
     assume(all(plain(payload).is_firm for payload, _, _ in asked))
     desk = EngineHarness(pair, patience=patience, tolerance=TWO_LAYOUTS)
     for at, (payload, kind, cuts) in enumerate(asked):

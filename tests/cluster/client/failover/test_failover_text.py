@@ -54,7 +54,7 @@ def test_the_script_is_cut_within_characters() -> None:
 
 
 @pytest.mark.parametrize("cut", [3, 4, 8, 9, 10, 11, 17, 18])
-def test_text_goes_on_within_a_character(folder: Path, cut: int) -> None:
+def test_text_continues_within_a_character(folder: Path, cut: int) -> None:
     script = byte_ids(TEXT)
     stream = moved_at(folder, cut, body([1], len(script)), script)
     assert stream.text == TEXT and stream.ids == script
@@ -62,7 +62,7 @@ def test_text_goes_on_within_a_character(folder: Path, cut: int) -> None:
 
 
 @pytest.mark.parametrize("behind", [1, 2])
-def test_a_stop_string_may_span_the_move(folder: Path, behind: int) -> None:
+def test_a_stop_string_may_span_a_failover(folder: Path, behind: int) -> None:
     script = byte_ids(TEXT)
     shown = TEXT[: TEXT.index("END")]
     cut = len(shown.encode()) + behind
@@ -75,7 +75,7 @@ def test_a_stop_string_may_span_the_move(folder: Path, behind: int) -> None:
 
 
 @pytest.mark.parametrize("min_tokens", [0, 20])
-def test_limits_count_from_the_first_token_ever(folder: Path, min_tokens: int) -> None:
+def test_limits_count_from_the_first_token_of_all_attempts(folder: Path, min_tokens: int) -> None:
     """The stop token first occurs before the move. With `min_tokens`, the first occurrence that
     counts may come after it."""
     whole = truth([1], 400)
@@ -87,7 +87,7 @@ def test_limits_count_from_the_first_token_ever(folder: Path, min_tokens: int) -
     assert stream.finish_reason == "stop"
 
 
-def test_the_longest_answer_is_counted_over_the_move(folder: Path) -> None:
+def test_max_tokens_counts_over_all_attempts(folder: Path) -> None:
     payload = body([1], 12, temperature=0.9, stream_options={"include_usage": True})
     stream = moved_at(folder, 11, payload, None)
     assert stream.ids == truth([1], 12) and stream.finish_reason == "length"

@@ -60,7 +60,7 @@ def test_one_engine_computes_the_prompt_and_another_one_continues(tmp_path: Path
     asyncio.run(test())
 
 
-def test_what_is_short_or_known_there_is_computed_where_it_continues(tmp_path: Path) -> None:
+def test_short_or_cached_prompts_are_computed_by_the_decode_engine(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             prefill, decode = [await found.join(rank) for rank in (0, 1)]
@@ -76,9 +76,7 @@ def test_what_is_short_or_known_there_is_computed_where_it_continues(tmp_path: P
 
 
 @pytest.mark.parametrize("ranks", [[0], [1, 2]], ids=["none continues", "none computes prompts"])
-def test_engines_do_both_where_those_of_the_other_kind_are_gone(
-    tmp_path: Path, ranks: list[int]
-) -> None:
+def test_engines_do_both_if_the_other_role_has_no_engines(tmp_path: Path, ranks: list[int]) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             engines = [await found.join(rank) for rank in ranks]
@@ -89,7 +87,7 @@ def test_engines_do_both_where_those_of_the_other_kind_are_gone(
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_the_engine_that_computes_the_prompt_is_lost(tmp_path: Path, others: int) -> None:
+def test_the_loss_of_the_prefill_engine_is_recovered(tmp_path: Path, others: int) -> None:
     async def test() -> None:
         async with cluster(tmp_path, 1 + others).serving() as found:
             lost = await found.join(0, 0)
@@ -104,7 +102,7 @@ def test_the_engine_that_computes_the_prompt_is_lost(tmp_path: Path, others: int
     asyncio.run(test())
 
 
-def test_the_engine_that_continues_is_lost(tmp_path: Path) -> None:
+def test_the_loss_of_the_decode_engine_is_recovered(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             await found.join(0)
@@ -124,7 +122,7 @@ def test_the_engine_that_continues_is_lost(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_client_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
+def test_a_disconnect_during_prefill_leaves_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             prefill, decode = await found.join(0, 0), await found.join(1)
@@ -138,7 +136,7 @@ def test_a_client_leaves_while_its_prompt_is_computed(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_an_error_of_the_prompt_is_one_of_the_request(tmp_path: Path) -> None:
+def test_an_error_of_the_prefill_fails_the_request(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             prefill, _decode = await found.join(0, 0), await found.join(1)
@@ -154,7 +152,9 @@ def test_an_error_of_the_prompt_is_one_of_the_request(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "fields", [{"prompt_logprobs": 1}, {"data_parallel_rank": 1}], ids=["prompt_logprobs", "pinned"]
 )
-def test_what_needs_its_own_engine_is_not_split(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_requests_that_need_one_engine_are_not_split(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             prefill, _decode = [await found.join(rank) for rank in (0, 1)]
@@ -164,7 +164,7 @@ def test_what_needs_its_own_engine_is_not_split(tmp_path: Path, fields: dict[str
     asyncio.run(test())
 
 
-def test_many_at_once_with_several_answers(tmp_path: Path) -> None:
+def test_many_concurrent_requests_with_several_answers(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, 2).serving() as found:
             for rank in range(4):
@@ -195,7 +195,7 @@ def request(**fields: Any) -> EngineCoreRequest:
     return EngineCoreRequest("a", LONG, sampler, 4, **fields)
 
 
-def test_an_engine_of_another_version_reads_nothing() -> None:
+def test_an_engine_of_another_version_reads_no_blocks() -> None:
     for version in ("one", "two"):
         handover = Handover(request())
         handover.begin(4, "one")
@@ -205,7 +205,7 @@ def test_an_engine_of_another_version_reads_nothing() -> None:
         assert bool(handover.engine_request(request()).handed_over) == (version == "one")
 
 
-def test_a_prompt_is_computed_for_others_a_few_times_only() -> None:
+def test_the_number_of_remote_prefills_is_bounded() -> None:
     handover, names = Handover(request()), set()
     while handover.may_begin:
         handover.begin(4, "one")
@@ -224,7 +224,7 @@ def test_a_prompt_is_computed_for_others_a_few_times_only() -> None:
         {"sampler": SamplerParams(routed_experts=True)},
     ],
 )
-def test_answers_that_have_something_of_the_prompt_are_not_split(fields: dict[str, Any]) -> None:
+def test_answers_with_prompt_data_are_not_split(fields: dict[str, Any]) -> None:
     assert not Handover(request(**fields)).may_begin
 
 
@@ -250,7 +250,7 @@ def test_engines_of_one_version_hand_over(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_no_two_engines_of_one_version(tmp_path: Path) -> None:
+def test_engines_of_different_versions_do_not_hand_over(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path).serving() as found:
             engines = [found.start(rank) for rank in range(2)]
@@ -264,7 +264,7 @@ def test_no_two_engines_of_one_version(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
-def test_a_session_is_not_computed_for_an_engine_that_has_it(tmp_path: Path) -> None:
+def test_a_session_is_not_prefilled_for_an_engine_that_holds_it(tmp_path: Path) -> None:
     """Another ingress knows only from the session which engine has its blocks."""
     store = StoreOfTest()
 

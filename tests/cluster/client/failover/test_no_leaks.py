@@ -108,7 +108,7 @@ def far_timers() -> list[asyncio.TimerHandle]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whoever_leaves_and_whenever_nothing_is_held(tmp_path: Path, seed: int) -> None:
+def test_no_disconnect_leaks_anything(tmp_path: Path, seed: int) -> None:
     tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
     draw = random.Random(seed)
 

@@ -32,7 +32,7 @@ def routing(*members: Member) -> Router:
     return router
 
 
-def test_an_attempt_without_a_token_binds_nothing_once_it_has_ended() -> None:
+def test_a_finished_attempt_without_a_token_binds_no_version() -> None:
     version = AnswerVersion()
     assert version.required is None
     version.begin("1-a")
@@ -57,7 +57,7 @@ def test_choices_of_one_request_share_a_version() -> None:
     assert version.required_elsewhere is None and version.required == "1-a"
 
 
-def test_an_answer_continues_on_its_version_alone() -> None:
+def test_an_answer_continues_only_on_its_version() -> None:
     router = routing(member(0, "1-a"), member(1, "2-b"), member(2, "2-b"))
     for index in range(20):
         prompt = [index, *PROMPT]
@@ -66,7 +66,7 @@ def test_an_answer_continues_on_its_version_alone() -> None:
     assert {router.choose(f"r{i}", [i, *PROMPT]).rank for i in range(60)} == {0, 1, 2}
 
 
-def test_where_all_engines_of_a_version_leave_its_answers_continue_on_those() -> None:
+def test_answers_continue_on_leaving_engines_if_all_of_their_version_leave() -> None:
     router = routing(member(0, "1-a", LEAVING), member(1, "2-b"), member(2, "1-a", REPAIRING))
     assert router.active_ranks == [1]
     assert router.choose("r", PROMPT, version="1-a").rank == 0
@@ -77,12 +77,12 @@ def test_where_all_engines_of_a_version_leave_its_answers_continue_on_those() ->
         router.choose("r", PROMPT, version="1-a")
 
 
-def test_a_leaving_engine_gets_nothing_while_another_one_of_its_version_stays() -> None:
+def test_a_leaving_engine_receives_nothing_while_its_version_has_others() -> None:
     router = routing(member(0, "1-a", LEAVING), member(1, "1-a"))
     assert {router.choose(f"r{i}", [i], version="1-a").rank for i in range(30)} == {1}
 
 
-def test_a_request_gets_a_version_that_takes_its_length() -> None:
+def test_a_request_is_placed_on_a_version_that_supports_its_length() -> None:
     """The request was accepted under the old version's limits. Those of the new version are
     smaller."""
     router = routing(member(0, "1-a"), member(1, "2-b", max_model_len=100))
@@ -97,7 +97,7 @@ def test_engines_of_one_version_are_listed_once() -> None:
     assert engines.of_version("") is engines.active
 
 
-def test_a_prefix_that_one_version_has_computed_is_none_of_the_next_at_its_rank() -> None:
+def test_a_new_version_at_a_rank_has_no_prefix_of_the_earlier_one() -> None:
     router = routing(member(0, "1-a"), member(1, "1-a"))
     home = router.choose("r", PROMPT).rank
     assert len(router._index) > 0

@@ -37,7 +37,7 @@ def assert_lawful(events: list[PlacedEvent]) -> None:
 
 
 @given(STEPS, st.booleans())
-def test_times_never_fall_and_there_is_one_end(steps, twice: bool) -> None:
+def test_times_never_decrease_and_the_end_is_unique(steps, twice: bool) -> None:
     """This holds for any reports, in any order, with repetitions."""
     journey, attempt = Journey(), 1
     journey.add(Kind.ROUTED, 0.0, 0, attempt)

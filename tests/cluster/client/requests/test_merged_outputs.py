@@ -78,7 +78,7 @@ async def after(
     return texts(await asyncio.wait_for(waiting, DEADLINE_S))
 
 
-def test_all_that_is_there_comes_at_once_and_what_was_not_taken_is_merged():
+def test_pending_outputs_are_merged_and_returned_together():
     async def read() -> None:
         one, two = states(2)
         reader = MergedOutputs([one, two], SamplingParams(), DELTA)
@@ -94,7 +94,7 @@ def test_all_that_is_there_comes_at_once_and_what_was_not_taken_is_merged():
     asyncio.run(read())
 
 
-def test_what_comes_while_its_reader_is_busy_is_there_at_once():
+def test_outputs_that_arrive_while_the_reader_is_busy_are_ready_at_once():
     async def read() -> None:
         (one,) = states(1)
         reader = MergedOutputs([one], SamplingParams(), DELTA)
@@ -106,7 +106,7 @@ def test_what_comes_while_its_reader_is_busy_is_there_at_once():
     asyncio.run(read())
 
 
-def test_the_first_batch_can_be_looked_at_and_comes_again():
+def test_the_first_batch_can_be_peeked():
     async def read() -> None:
         (one,) = states(1)
         put(one, output("x", finished=True))
@@ -117,7 +117,7 @@ def test_the_first_batch_can_be_looked_at_and_comes_again():
     asyncio.run(read())
 
 
-def test_what_was_there_comes_before_a_failure():
+def test_pending_outputs_precede_a_failure():
     async def read() -> None:
         one, two = states(2)
         reader = MergedOutputs([one, two], SamplingParams(), DELTA)
@@ -130,7 +130,7 @@ def test_what_was_there_comes_before_a_failure():
     asyncio.run(read())
 
 
-def test_a_failure_comes_behind_an_output_of_its_request_that_was_not_taken():
+def test_a_failure_follows_the_pending_output_of_its_request():
     async def read() -> None:
         (one,) = states(1)
         reader = MergedOutputs([one], SamplingParams(), DELTA)
@@ -206,7 +206,7 @@ def test_a_reader_gets_all_outputs_and_an_end_whenever_they_come(
     asyncio.run(read())
 
 
-def test_answers_to_each_prompt_are_merged_when_all_are_there():
+def test_answers_to_each_prompt_are_merged_when_all_are_complete():
     async def read() -> None:
         params = SamplingParams(n=2)
         requests = states(4, FINAL)
@@ -225,7 +225,7 @@ def test_answers_to_each_prompt_are_merged_when_all_are_there():
 
 
 @pytest.mark.parametrize("kind", [DELTA, FINAL])
-def test_a_request_that_failed_ends_all_after_what_was_there(kind: RequestOutputKind):
+def test_a_failed_request_ends_all_after_their_pending_outputs(kind: RequestOutputKind):
     async def read() -> None:
         requests = states(3, kind)
         reader = MergedOutputs(requests, SamplingParams(n=3), kind)
@@ -242,7 +242,7 @@ def test_a_request_that_failed_ends_all_after_what_was_there(kind: RequestOutput
     asyncio.run(read())
 
 
-def test_the_ranks_that_served():
+def test_the_ranks_that_served_are_listed_in_order():
     one, two = states(2)
     one.ranks, two.ranks = [0, 0], [1, 0]
     assert MergedOutputs([one], SamplingParams(), DELTA).served_ranks == "0,0"

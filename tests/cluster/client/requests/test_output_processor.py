@@ -130,7 +130,7 @@ def test_stops_do_not_depend_on_steps(
     assert results[0] == results[1] == results[2]
 
 
-def test_a_stop_string_ends_and_aborts() -> None:
+def test_a_stop_string_finishes_the_request_and_aborts_it_at_the_engine() -> None:
     params = SamplingParams(stop=["fox"])
     out, request = processor(), core(params)
     state = out.add_request(request, params, kind=DELTA)
@@ -151,7 +151,7 @@ def test_a_stop_string_ends_and_aborts() -> None:
     assert "fox" not in TOKENIZER.decode(ids[: used - 1])
 
 
-def test_an_end_that_the_engine_knows_is_not_aborted() -> None:
+def test_a_request_that_the_engine_finished_is_not_aborted() -> None:
     params = SamplingParams(stop=["fox"])
     out, request = processor(), core(params)
     out.add_request(request, params)
@@ -160,7 +160,7 @@ def test_an_end_that_the_engine_knows_is_not_aborted() -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-def test_the_stop_token_is_in_the_ids_and_its_text_only_on_demand(include: bool) -> None:
+def test_the_stop_token_is_in_the_ids_and_its_text_only_on_request(include: bool) -> None:
     stop = ids_of(".")[0]
     params = SamplingParams(stop_token_ids=[stop], include_stop_str_in_output=include)
     out, request = processor(), core(params)
@@ -173,7 +173,7 @@ def test_the_stop_token_is_in_the_ids_and_its_text_only_on_demand(include: bool)
     assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
 
 
-def test_what_was_held_for_a_stop_is_text_at_the_end() -> None:
+def test_text_held_for_a_stop_string_is_released_at_the_end() -> None:
     params = SamplingParams(stop=["foxes"])
     out, request = processor(), core(params)
     out.add_request(request, params, kind=DELTA)
@@ -184,7 +184,7 @@ def test_what_was_held_for_a_stop_is_text_at_the_end() -> None:
     assert "fox" not in "".join(shown[:-1])
 
 
-def test_the_first_token_leaves_at_once_whatever_the_interval() -> None:
+def test_the_first_token_is_sent_at_once_for_every_interval() -> None:
     out = processor(stream_interval=4)
     params = SamplingParams()
     request = core(params)
@@ -209,7 +209,7 @@ def test_a_request_may_have_its_outputs_less_often_but_not_more_often_than_the_s
     assert [place for place, count in enumerate(sent) if count][:4] == [0, gap, 2 * gap, 3 * gap]
 
 
-def test_abort_gives_what_there_is() -> None:
+def test_an_abort_returns_the_output_so_far() -> None:
     params = SamplingParams(stop=["foxes"])
     out = processor()
     requests = [core(params, "same"), core(params, "same"), core(params, "other")]
@@ -230,7 +230,7 @@ def test_abort_gives_what_there_is() -> None:
     assert (late.finished, late.reqs_to_abort) == ([], [])
 
 
-def test_an_abort_whose_text_cannot_be_decoded_fails_that_request_alone() -> None:
+def test_an_abort_with_undecodable_text_fails_only_its_request() -> None:
     out, params = processor(), SamplingParams()
     states = []
     for name in ("broken", "whole"):
@@ -243,7 +243,7 @@ def test_an_abort_whose_text_cannot_be_decoded_fails_that_request_alone() -> Non
     assert reasons == ["error", "abort"]
 
 
-def test_an_error_reaches_everyone_after_what_came_before() -> None:
+def test_an_error_reaches_every_request_after_its_outputs() -> None:
     async def run() -> None:
         out, params = processor(), SamplingParams()
         collectors = []
@@ -270,7 +270,7 @@ def test_an_error_reaches_everyone_after_what_came_before() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(IDS, st.integers(0, 29), SIZES, st.lists(st.text("abe ", min_size=1), max_size=2))
-def test_a_resubmission_continues_where_the_first_run_stood(
+def test_a_resubmission_continues_after_the_outputs_of_the_first_attempt(
     ids: list[int], lost_at: int, sizes: list[int], stops: list[str]
 ) -> None:
     """Text, ids and finish reason equal those of an undisturbed run."""
@@ -297,7 +297,7 @@ def test_a_resubmission_continues_where_the_first_run_stood(
     assert results[0][0] == results[1][0]
 
 
-def test_cached_tokens_are_those_of_the_first_answer() -> None:
+def test_cached_tokens_come_from_the_first_attempt() -> None:
     out, params = processor(), SamplingParams()
     request = core(params)
     out.add_request(request, params)
@@ -309,7 +309,7 @@ def test_cached_tokens_are_those_of_the_first_answer() -> None:
     assert [output.num_cached_tokens for output in results] == [2, 2]
 
 
-def test_an_engine_error_is_told_with_its_message() -> None:
+def test_an_engine_error_is_reported_with_its_message() -> None:
     out, params = processor(), SamplingParams()
     request = core(params)
     out.add_request(request, params)
@@ -445,7 +445,7 @@ def test_logprobs_go_with_their_tokens(
         assert answer.cumulative_logprob == sum(map(logprob_of, so_far))
 
 
-def test_logprobs_that_nobody_asked_for_are_not_there() -> None:
+def test_logprobs_that_were_not_requested_are_absent() -> None:
     out, params = processor(), SamplingParams()
     request = core(params)
     out.add_request(request, params)
@@ -454,7 +454,7 @@ def test_logprobs_that_nobody_asked_for_are_not_there() -> None:
     assert (answer.logprobs, answer.cumulative_logprob, output.prompt_logprobs) == (None,) * 3
 
 
-def test_an_engine_that_does_not_tell_what_it_was_asked_fails_that_request_alone() -> None:
+def test_missing_logprobs_fail_only_the_request_that_needs_them() -> None:
     out, asking, silent = processor(), SamplingParams(logprobs=1), SamplingParams()
     requests = [core(asking, "asking"), core(silent, "silent")]
     states = [
@@ -479,7 +479,7 @@ def of_prompt(request_id: str, start: int, logprob: float, ids: list[int]) -> En
 
 
 @pytest.mark.parametrize("kind", [DELTA, CUMULATIVE])
-def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None:
+def test_prompt_logprobs_are_reported_once_over_a_failover(kind: RequestOutputKind) -> None:
     """A part of the prompt logprobs arrives, then the engine is lost. The second attempt reports
     them all again, and once more after that: the first report of a position counts. Known positions
     are not requested again."""
@@ -516,7 +516,7 @@ def test_a_prompt_is_told_of_once_over_failover(kind: RequestOutputKind) -> None
     assert output.prompt_logprobs == (None if kind == DELTA else table)
 
 
-def test_a_collector_keeps_what_was_told_of_the_prompt() -> None:
+def test_a_collector_keeps_prompt_logprobs() -> None:
     params = SamplingParams(prompt_logprobs=1)
     out, request = processor(), core(params)
     collector = RequestOutputCollector(DELTA)
@@ -528,7 +528,7 @@ def test_a_collector_keeps_what_was_told_of_the_prompt() -> None:
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 3
 
 
-def test_what_is_told_of_a_prompt_is_no_token() -> None:
+def test_prompt_logprobs_do_not_count_as_a_token() -> None:
     """Prompt logprobs count neither as a token in the statistics nor as cached tokens."""
     clock, seen = [10.0], Recorder()
     out = processor(stats=seen, clock=lambda: clock[0])

@@ -67,7 +67,7 @@ def read(lengths: list[int], seed: int) -> list[tuple[int, int]]:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 999))
-def test_the_order_does_not_depend_on_who_comes_first(lengths: list[int], seed: int) -> None:
+def test_the_order_does_not_depend_on_arrival(lengths: list[int], seed: int) -> None:
     expected = [
         (number, turn)
         for turn in range(1, max(lengths) + 1)
@@ -78,7 +78,7 @@ def test_the_order_does_not_depend_on_who_comes_first(lengths: list[int], seed: 
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.booleans(), st.booleans())
-def test_tokens_come_one_by_one_with_what_belongs_to_each(
+def test_outputs_are_split_into_single_tokens_with_their_data(
     tokens: list[int], logprobs: bool, ends: bool
 ) -> None:
     prompt = PromptLogprobs(1, [[1]], [[0.0]], [1])

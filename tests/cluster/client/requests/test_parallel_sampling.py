@@ -169,7 +169,7 @@ def test_merged_outputs_finish_when_all_children_have() -> None:
     assert merge_outputs([*other, ended]).finished
 
 
-def test_logprobs_that_nobody_asked_for_are_left_out() -> None:
+def test_logprobs_that_were_not_requested_are_omitted() -> None:
     table = LogprobTable(TokenTexts(Detokenizer(TOKENIZER)))
     for asked, shown in ((None, None), (0, table)):
         outputs = list(spoken(0, [[1]], FINAL)) + list(spoken(1, [[2]], FINAL))
@@ -191,7 +191,7 @@ def test_if_one_child_fails_the_answer_has_failed() -> None:
 
 
 @pytest.mark.parametrize("best_of", [None, 3])
-def test_an_abort_of_the_answer_ends_all_children_with_what_they_have(best_of) -> None:
+def test_an_abort_finishes_all_children_with_their_output_so_far(best_of) -> None:
     params = SamplingParams(n=2, best_of=best_of, max_tokens=9)
     processor = OutputProcessor(DETOKENIZER)
     states = [

@@ -50,7 +50,7 @@ def processor(sink: Sink) -> OutputProcessor:
     return processor
 
 
-def test_a_vector_ends_its_request_and_counts_its_prompt(processor, sink):
+def test_a_vector_finishes_its_request_and_counts_its_prompt(processor, sink):
     (answer,) = outputs_after(processor, [output()])
     assert answer.finished and vector_of(answer) == VECTOR
     assert (answer.outputs[0].text, answer.outputs[0].num_output_tokens) == ("", 0)
@@ -63,7 +63,7 @@ def test_a_vector_ends_its_request_and_counts_its_prompt(processor, sink):
     assert (finished.finish_reason, finished.e2e_s, finished.queue_s) == ("stop", 3.0, 0.5)
 
 
-def test_another_engine_computes_it_again_and_a_late_vector_is_ignored(processor):
+def test_after_a_failover_a_late_vector_is_ignored(processor):
     state = processor.request_states["r"]
     state.unassign(MigrationReason.DIED)
     again = state.engine_request()
@@ -74,7 +74,7 @@ def test_another_engine_computes_it_again_and_a_late_vector_is_ignored(processor
     assert vector_of(answer) == VECTOR
 
 
-def test_an_error_is_no_vector(processor):
+def test_an_error_is_not_read_as_a_vector(processor):
     failed = EngineCoreOutput("r", [], FinishReason.ERROR, "NaN or infinite")
     (answer,) = outputs_after(processor, [failed])
     assert answer.outputs[0].finish_reason == "error"
@@ -82,7 +82,7 @@ def test_an_error_is_no_vector(processor):
         vector_of(answer)
 
 
-def test_cosines_of_one_with_all_and_of_pairs():
+def test_cosines_of_one_vector_with_all_and_of_pairs():
     assert float_values(DATA) == VECTOR
     assert cosines([[0.6, 0.8], [1.0, 0.0], [0.0, -1.0]], 1) == [0.6, -0.8]
     assert cosines([[1.0, 0.0], [0.0, 1.0], [0.6, 0.8], [0.8, -0.6]], 2) == [0.6, -0.6]

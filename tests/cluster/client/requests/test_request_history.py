@@ -22,7 +22,7 @@ def make(number: int, answers: int = 1, request_id: str = "") -> RequestRecord:
 
 
 @given(STEPS)
-def test_what_runs_is_found_and_what_has_ended_is_bounded(steps) -> None:
+def test_running_requests_are_found_and_finished_ones_are_bounded(steps) -> None:
     history, now_s, running, number = RequestHistory(LIMIT, LIMIT_S), 0.0, [], 0
     ended: list[tuple[float, RequestRecord]] = []
     for what, value, wait_s in steps:
@@ -59,7 +59,7 @@ def test_all_requests_under_one_id_are_found() -> None:
     assert history.find("chatcmpl-1", 99.0) == []
 
 
-def test_nothing_is_kept_of_what_has_ended_where_the_limit_is_zero() -> None:
+def test_a_limit_of_zero_keeps_no_finished_request() -> None:
     history, record = RequestHistory(0, LIMIT_S), make(0)
     history.begin(record)
     assert history.find("r0", 0.0) == [record]

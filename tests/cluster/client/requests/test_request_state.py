@@ -62,7 +62,7 @@ LOSSES = (MigrationReason.DIED, MigrationReason.REPAIRING)
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("gained", [0, 1])
 @pytest.mark.parametrize("reason", list(MigrationReason))
-def test_only_what_may_be_the_reason_of_many_losses_is_given_up(
+def test_only_a_possible_cause_of_many_losses_is_abandoned(
     reason: MigrationReason, gained: int, started: bool, unread: bool
 ) -> None:
     """A request that only waited on a lost engine is not a suspect, and lost messages never count
@@ -85,7 +85,7 @@ def test_only_what_may_be_the_reason_of_many_losses_is_given_up(
     assert not router.own_backlog(1).own_tokens
 
 
-def test_a_request_costs_fewer_engines_than_the_manager_replaces() -> None:
+def test_a_request_can_crash_fewer_engines_than_the_manager_replaces() -> None:
     assert MAX_FAILED_ATTEMPTS < MAX_DEATHS
 
 
@@ -111,7 +111,7 @@ def test_a_later_attempt_continues_after_the_outputs_on_any_engine() -> None:
     assert processor.find("r", 2) is state and processor.find("r", 1) is None
 
 
-def test_a_later_attempt_says_how_long_the_request_has_waited() -> None:
+def test_a_later_attempt_carries_the_waiting_time_so_far() -> None:
     """The time counts from the arrival of the request and includes earlier attempts."""
     now_s = 100.0
     processor, router = OutputProcessor(DETOKENIZER, clock=lambda: now_s), make_router()
@@ -129,7 +129,7 @@ def test_a_later_attempt_says_how_long_the_request_has_waited() -> None:
     ),
     depth=st.integers(1, 3),
 )
-def test_messages_of_any_age_give_the_answer_of_one_engine(
+def test_stale_messages_never_mix_answers_of_two_engines(
     script: list[tuple[str, int]], depth: int
 ) -> None:
     """A client moves its request between two engines, or back to the same one. Outputs and aborts
@@ -180,7 +180,7 @@ def test_messages_of_any_age_give_the_answer_of_one_engine(
         core.check_idle()
 
 
-def test_the_first_token_of_each_attempt_says_that_its_prompt_is_computed() -> None:
+def test_the_first_token_of_each_attempt_marks_its_prompt_as_computed() -> None:
     processor, router = OutputProcessor(DETOKENIZER), make_router()
     state = make_state(processor)
     for attempt, cached in ((1, 1), (2, 0)):

@@ -66,7 +66,7 @@ def plain(cluster: ScriptedCluster, rank: int = 0) -> None:
     cluster.step(rank, 0.5)
 
 
-def test_a_plain_request():
+def test_metrics_of_a_plain_request():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         plain(cluster)
@@ -74,7 +74,7 @@ def test_a_plain_request():
     assert serving(scenario) == PLAIN
 
 
-def test_one_that_only_echoes_has_no_time_between_tokens():
+def test_a_pure_echo_has_no_inter_token_latency():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.submit(PROMPT, 1)
@@ -85,7 +85,7 @@ def test_one_that_only_echoes_has_no_time_between_tokens():
     )
 
 
-def test_a_request_that_finds_its_prompt_in_the_cache():
+def test_a_cached_prompt_counts_as_hits():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         plain(cluster)
@@ -96,7 +96,7 @@ def test_a_request_that_finds_its_prompt_in_the_cache():
     assert serving(scenario) == {**twice, "prefix_cache_hits_total": 4.0}
 
 
-def test_without_prefix_caching_nothing_is_looked_up():
+def test_without_prefix_caching_no_query_is_counted():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         plain(cluster)
@@ -107,7 +107,7 @@ def test_without_prefix_caching_nothing_is_looked_up():
     assert serving(scenario, cache__prefix_caching=False) == twice
 
 
-def test_a_request_that_must_compute_its_whole_prompt_looks_nothing_up():
+def test_a_request_that_must_compute_its_whole_prompt_counts_no_query():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         plain(cluster)
@@ -120,7 +120,7 @@ def test_a_request_that_must_compute_its_whole_prompt_looks_nothing_up():
     assert "prefix_cache_hits_total" not in shown
 
 
-def test_a_preempted_request_looks_its_prompt_up_once():
+def test_a_preempted_request_counts_its_query_once():
     def scenario(cluster: ScriptedCluster) -> None:
         # Seven blocks hold both prompts (two each) and one answer (three), but not both answers.
         core = cluster.join(0, num_blocks=7)
@@ -150,7 +150,7 @@ def test_a_preempted_request_looks_its_prompt_up_once():
 
 
 @pytest.mark.parametrize("stays", [False, True])
-def test_a_request_that_goes_on_elsewhere_counts_once(stays):
+def test_a_request_with_a_failover_counts_once(stays):
     """The first engine may have left with its counters, or continue later."""
 
     def scenario(cluster: ScriptedCluster) -> None:
@@ -174,7 +174,7 @@ def test_a_request_that_goes_on_elsewhere_counts_once(stays):
     assert serving(scenario) == {**once, "resubmitted_requests_total": 1.0}
 
 
-def test_a_request_whose_first_engine_gave_nothing_waited_until_the_second_began():
+def test_a_request_without_output_of_its_first_engine_counts_as_queued_until_the_second():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.join(1)
@@ -191,7 +191,7 @@ def test_a_request_whose_first_engine_gave_nothing_waited_until_the_second_began
     assert serving(scenario) == {**once, "resubmitted_requests_total": 1.0}
 
 
-def test_waiting_for_an_engine_is_waiting_in_the_queue():
+def test_waiting_for_an_engine_counts_as_queue_time():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.lose(0)
@@ -217,7 +217,7 @@ ENDED = {
 """The metrics of a request that finished before its first token."""
 
 
-def test_a_request_for_which_no_engine_comes_has_waited_all_its_life():
+def test_a_request_that_never_had_an_engine_was_queued_all_the_time():
     async def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         cluster.lose(0)
@@ -249,7 +249,7 @@ def test_a_request_that_is_aborted_in_the_queue_has_no_prefill():
     }
 
 
-def test_a_request_that_is_aborted_between_its_tokens():
+def test_metrics_of_a_request_aborted_between_tokens():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0)
         states = cluster.submit(PROMPT, 9)
@@ -264,7 +264,7 @@ def test_a_request_that_is_aborted_between_its_tokens():
     )
 
 
-def test_requests_that_run_and_wait_are_seen():
+def test_running_and_waiting_requests_are_counted():
     def scenario(cluster: ScriptedCluster) -> None:
         cluster.join(0, num_blocks=10)
         for _ in range(3):

@@ -58,7 +58,7 @@ def refusal(one: Admission, backlog: Backlog, now: float = 10.0) -> TooManyWaiti
 # -------------------------------------------------------------------------------- the bound
 
 
-def test_a_request_may_wait_below_the_bound_and_not_at_it():
+def test_a_request_is_accepted_only_below_the_bound():
     one = admission(100)
     one.check(Backlog(requests=60, own_requests=39), 10.0)
     error = refusal(one, Backlog(requests=60, own_requests=40))
@@ -80,7 +80,7 @@ def test_tokens_have_a_bound_of_their_own():
 
 
 @given(limit=st.integers(1, 50), ingresses=st.integers(1, 5), reported=st.integers(0, 60))
-def test_ingresses_that_know_the_same_keep_the_bound_together(limit, ingresses, reported):
+def test_ingresses_with_the_same_view_keep_the_bound_together(limit, ingresses, reported):
     """Each ingress keeps the bound without knowing what the others admit."""
     admitted = 0
     for _ in range(ingresses):
@@ -99,7 +99,7 @@ def test_ingresses_that_know_the_same_keep_the_bound_together(limit, ingresses, 
     limit=st.integers(10, 400),
     turns=st.lists(st.tuples(st.integers(0, 1), st.integers(1, 99)), min_size=1, max_size=60),
 )
-def test_one_ingress_that_hears_later_passes_the_bound_by_a_quarter_at_most(limit, turns):
+def test_an_ingress_with_a_late_view_exceeds_the_bound_by_a_quarter_at_most(limit, turns):
     """The second ingress receives each report only when the next one is made. Engines compute
     nothing meanwhile."""
     both = [Admission(limit, MANY, 2) for _ in range(2)]
@@ -124,18 +124,18 @@ def test_one_ingress_that_hears_later_passes_the_bound_by_a_quarter_at_most(limi
 # -------------------------------------------------------------------------------- when to return
 
 
-def test_who_is_refused_comes_back_when_there_will_be_room():
+def test_retry_after_is_the_time_until_the_queue_has_room():
     """Ten requests begin per second, and 30 must begin before the queue has room for one more."""
     one = admission(100, rate=10)
     assert refusal(one, Backlog(requests=129)).retry_after_s == 3
 
 
-def test_tokens_that_wait_are_counted_in_tokens():
+def test_the_token_bound_uses_the_rate_of_tokens():
     one = admission(100, 5000, rate=10)
     assert refusal(one, Backlog(requests=50, tokens=5999)).retry_after_s == 10
 
 
-def test_those_who_are_refused_come_back_one_after_the_other():
+def test_retry_times_of_refused_clients_are_spread():
     """Ten requests begin per second, so of 100 simultaneous refusals ten are told to return in each
     second."""
     one = admission(100, rate=10)
@@ -144,13 +144,13 @@ def test_those_who_are_refused_come_back_one_after_the_other():
     assert [told.count(second) for second in range(1, 11)] == [10] * 10
 
 
-def test_several_ingresses_share_what_begins():
+def test_several_ingresses_share_the_start_rate():
     one = admission(100, ingresses=2, rate=10)
     told = [refusal(one, Backlog(requests=100)).retry_after_s for _ in range(50)]
     assert [told.count(second) for second in range(1, 11)] == [5] * 10
 
 
-def test_places_that_were_promised_pass():
+def test_promised_places_expire():
     one = admission(100, rate=10)
     for _ in range(100):
         refusal(one, Backlog(requests=100))
@@ -159,13 +159,13 @@ def test_places_that_were_promised_pass():
     assert refusal(one, Backlog(requests=100), 20.0).retry_after_s == 1
 
 
-def test_nobody_is_sent_away_for_long():
+def test_retry_after_has_a_limit():
     one = admission(100, rate=1)
     told = [refusal(one, Backlog(requests=5000)).retry_after_s for _ in range(500)]
     assert set(told) == {MAX_RETRY_S}
 
 
-def test_where_nothing_begins_the_time_is_a_guess():
+def test_without_starts_retry_after_is_the_default():
     assert refusal(admission(100), Backlog(requests=100)).retry_after_s == DEFAULT_RETRY_S
     stalled = admission(100, rate=10)
     late = 10.0 + 2 * WINDOW_S
@@ -173,7 +173,7 @@ def test_where_nothing_begins_the_time_is_a_guess():
     assert refusal(stalled, Backlog(requests=100), late).retry_after_s == DEFAULT_RETRY_S
 
 
-def test_a_token_bound_without_tokens_that_begin_is_a_guess_too():
+def test_without_started_tokens_retry_after_is_the_default():
     one = Admission(100, 50, 1)
     for second in range(11):
         report = EngineReport(0, 1, started_requests=second, started_tokens=0)
@@ -184,7 +184,7 @@ def test_a_token_bound_without_tokens_that_begin_is_a_guess_too():
 # -------------------------------------------------------------------------------- the rate
 
 
-def test_the_rate_is_that_of_the_last_seconds():
+def test_the_rate_covers_the_last_seconds():
     rate = StartRate()
     for second in range(21):
         rate.observe(view(started(100 * min(second, 10))), float(second))
@@ -193,7 +193,7 @@ def test_the_rate_is_that_of_the_last_seconds():
     assert rate.of(25.0) == (5.0, 50.0)
 
 
-def test_an_engine_that_comes_or_goes_begins_nothing_by_that():
+def test_membership_changes_do_not_count_as_starts():
     rate = StartRate()
     rate.observe(view(started(500)), 0.0)
     rate.observe(view(started(510), started(9000, rank=1)), 5.0)
@@ -203,7 +203,7 @@ def test_an_engine_that_comes_or_goes_begins_nothing_by_that():
     assert rate.of(10.0).requests == 2.0
 
 
-def test_a_burst_in_the_first_moment_is_no_rate():
+def test_an_initial_burst_does_not_inflate_the_rate():
     rate = StartRate()
     rate.observe(view(started(0)), 0.0)
     rate.observe(view(started(50)), 0.1)
@@ -213,7 +213,7 @@ def test_a_burst_in_the_first_moment_is_no_rate():
 # ------------------------------------------------------------------------------- the backlog
 
 
-def test_what_comes_takes_free_rows_before_it_waits():
+def test_new_requests_fill_free_rows_before_they_count_as_waiting():
     idle = EngineReport(0, running=3)
     assert waiting_here(idle, 5, 50, ROWS) == Backlog(0, 0, 0, 50)
     assert waiting_here(idle, 7, 70, ROWS) == Backlog(0, 0, 2, 70)
@@ -229,7 +229,7 @@ def joined(router: Router, *reports: EngineReport) -> ClusterView:
     return told
 
 
-def test_what_was_sent_counts_until_reports_tell_of_it():
+def test_sent_requests_count_until_reports_include_them():
     router = Router(4)
     assert router.backlog(0) == Backlog()
     told = joined(router, EngineReport(0, 7))
@@ -248,7 +248,7 @@ def test_what_was_sent_counts_until_reports_tell_of_it():
     assert router.backlog(0) == Backlog(1, 0, 0, 0)
 
 
-def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
+def test_a_repeated_report_with_new_progress_counts_no_new_start():
     """An engine that is inside a long step has not received anything since its last report."""
     router = Router(4)
     told = joined(router, EngineReport(0, 7, steps=1))
@@ -268,7 +268,7 @@ def test_a_report_that_is_repeated_with_fresh_progress_tells_of_nothing_new():
 # --------------------------------------------------------------------------- with real engines
 
 
-def test_engines_tell_what_they_began():
+def test_engines_report_started_requests_and_tokens():
     def scenario(cluster: ScriptedCluster) -> None:
         core = cluster.join(0, num_blocks=7)
         cluster.submit([1, 2, 3, 4, 5, 6, 7, 8], 9)
@@ -291,7 +291,7 @@ def refused(cluster: ScriptedCluster) -> bool:
     return False
 
 
-def test_the_bound_holds_where_requests_wait():
+def test_the_bound_counts_requests_at_engines_and_at_the_ingress():
     """The bound counts requests in an engine's queue, on the way to it, or without an engine."""
 
     def scenario(cluster: ScriptedCluster) -> None:
@@ -317,7 +317,7 @@ def test_the_bound_holds_where_requests_wait():
     assert shown["refused_requests_total"] == 4.0
 
 
-def test_an_old_report_refuses_nobody_for_long():
+def test_an_outdated_report_stops_refusing_requests():
     """If the coordinator is down, reports stop while the engines continue."""
 
     def scenario(cluster: ScriptedCluster) -> None:

@@ -10,7 +10,7 @@ from swell.cluster.client.routing.routable_engines import HashRing
 KEYS = [b"key %d" % number for number in range(500)]
 
 
-def test_each_key_has_so_many_neighbours_of_its_own() -> None:
+def test_each_key_has_its_own_given_number_of_neighbours() -> None:
     ring = HashRing(range(100))
     for key in KEYS:
         found = ring.neighbours(key, 32)
@@ -20,13 +20,13 @@ def test_each_key_has_so_many_neighbours_of_its_own() -> None:
     assert HashRing([]).neighbours(b"key", 3) == []
 
 
-def test_all_are_neighbours_of_somebody() -> None:
+def test_every_engine_is_a_neighbour() -> None:
     ring = HashRing(range(100))
     counts = Counter(rank for key in KEYS for rank in ring.neighbours(key, 32))
     assert set(counts) == set(range(100))
 
 
-def test_an_engine_that_goes_changes_one_neighbour() -> None:
+def test_a_removed_engine_changes_one_neighbour() -> None:
     before, after = HashRing(range(100)), HashRing(rank for rank in range(100) if rank != 7)
     for key in KEYS:
         lost = set(before.neighbours(key, 32)) - set(after.neighbours(key, 32))

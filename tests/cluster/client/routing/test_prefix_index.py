@@ -24,7 +24,7 @@ CHAIN = [*range(100, 112)]
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=20),
     st.sets(st.integers(0, 4)),
 )
-def test_the_longest_prefix_that_some_engine_holds(changes, ranks) -> None:
+def test_the_longest_held_prefix_is_found(changes, ranks) -> None:
     """Each change sets how many blocks of the chain an engine holds."""
     index, held = PrefixIndex(), dict.fromkeys(range(5), 0)
     for rank, length in changes:
@@ -50,7 +50,7 @@ def hashes_of(prompt: list[int], salt: str | None) -> list[bytes]:
 
 
 @given(PROMPTS, SALTS, PROMPTS, SALTS)
-def test_names_and_digests_are_equal_where_those_of_engines_are(
+def test_names_and_digests_agree_with_those_of_engines(
     first: list[int], first_salt: str | None, second: list[int], second_salt: str | None
 ) -> None:
     ours = PromptBlocks(first, BLOCK, first_salt), PromptBlocks(second, BLOCK, second_salt)

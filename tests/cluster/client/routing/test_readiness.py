@@ -34,7 +34,7 @@ def view(*members: Member, busy: dict[int, int] | None = None, state: str = "ser
     return ClusterView(Roster(1, members), ClusterReports(engines=reports, state=state))
 
 
-def test_work_without_progress_is_told() -> None:
+def test_a_stalled_engine_is_reported() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     for now in range(12):
         readiness.on_view(view(member(0), member(1), busy={0: 7, 1: now}), float(now))
@@ -45,7 +45,7 @@ def test_work_without_progress_is_told() -> None:
     assert readiness.check(12.0).ranks == [0, 1]
 
 
-def test_an_ingress_that_was_stopped_blames_nobody() -> None:
+def test_a_resumed_ingress_blames_no_engine() -> None:
     """A suspended ingress resumes with a queue of views. The first of them shows no progress
     yet."""
     readiness = ReadinessTracker(LIMIT_S)
@@ -96,7 +96,7 @@ def test_a_silent_coordinator_says_nothing_about_engines() -> None:
     assert state.coordinator_silent and state.ranks == [0]
 
 
-def test_who_repairs_or_leaves_is_not_ready() -> None:
+def test_a_repairing_or_leaving_engine_is_not_ready() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     members = (member(0, MemberState.REPAIRING), member(1, MemberState.LEAVING))
     readiness.on_view(view(*members), 0.0)
@@ -147,7 +147,7 @@ def test_the_probe_over_http(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["gone", "silent"])
-def test_a_manager_that_gives_no_answer_is_a_503(
+def test_an_unresponsive_manager_is_a_503(
     folder: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     monkeypatch.setattr(manager_calls, "_MANAGER_TIMEOUT_S", 0.05)
@@ -173,7 +173,7 @@ def test_a_manager_that_gives_no_answer_is_a_503(
     asyncio.run(run())
 
 
-def test_a_probe_says_that_the_manager_gives_no_answer(folder: Path) -> None:
+def test_a_probe_names_the_unresponsive_manager(folder: Path) -> None:
     async def no_answer() -> None:
         raise ConnectionError("the replica has died")
 
@@ -210,7 +210,7 @@ def test_a_probe_says_that_the_manager_gives_no_answer(folder: Path) -> None:
         ("drain", " ", None),
     ],
 )
-def test_the_manager_gets_what_a_change_says(
+def test_the_manager_receives_the_arguments_of_a_change(
     folder: Path, path: str, body: str, arguments: tuple[object, ...] | None
 ) -> None:
     asked: list[tuple[object, ...]] = []
@@ -230,7 +230,7 @@ def test_the_manager_gets_what_a_change_says(
     assert asked == ([] if arguments is None else [arguments])
 
 
-def test_pause_and_resume_ask_the_manager(folder: Path) -> None:
+def test_pause_and_resume_call_the_manager(folder: Path) -> None:
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:
             for verb in ("pause", "resume"):

@@ -110,7 +110,7 @@ def test_a_salt_separates_prefixes() -> None:
     assert [route.uncomputed_tokens for route in routes] == [2 * BLOCK, 2 * BLOCK, 1]
 
 
-def test_names_that_were_not_used_for_long_are_forgotten(monkeypatch) -> None:
+def test_unused_prefix_names_expire(monkeypatch) -> None:
     monkeypatch.setattr(routed_engine, "DEFAULT_TRACKED_BLOCKS", 4)
     router = router_of(0)
     for name, conversation in [("a", 1), ("b", 2), ("a2", 1), ("c", 3)]:
@@ -142,7 +142,7 @@ def test_ingresses_agree_on_ties() -> None:
     assert [finish(first, c) for c in range(30)] == [finish(second, c) for c in range(30)]
 
 
-def test_few_conversations_move_when_an_engine_comes() -> None:
+def test_few_conversations_move_when_an_engine_joins() -> None:
     """Rendezvous hashing: conversations move only to the new engine, and only about its share of
     them."""
     before = [finish(router_of(0, 1, 2), c) for c in range(300)]
@@ -152,7 +152,7 @@ def test_few_conversations_move_when_an_engine_comes() -> None:
     assert all(60 <= count <= 140 for count in Counter(before).values())
 
 
-def test_only_the_conversations_of_an_engine_that_goes_move() -> None:
+def test_only_the_conversations_of_a_removed_engine_move() -> None:
     before = [finish(router_of(0, 1, 2), c) for c in range(100)]
     after = [finish(router_of(0, 2), c) for c in range(100)]
     assert all(new == old for old, new in zip(before, after, strict=True) if old != 1)
@@ -204,7 +204,7 @@ def test_a_burst_is_spread_over_stale_reports(
 
 
 @pytest.mark.usefixtures("exact")
-def test_a_prompt_that_was_sent_weighs_until_it_is_answered() -> None:
+def test_a_sent_prompt_counts_until_it_is_answered() -> None:
     router = router_of(0, 1)
     long = router.choose("long", prompt(1, 200), rank=0)
     for index in range(2):
@@ -216,7 +216,7 @@ def test_a_prompt_that_was_sent_weighs_until_it_is_answered() -> None:
     assert router.choose("after", prompt(9, 1)).rank == 0
 
 
-def test_what_others_sent_is_seen_in_the_report() -> None:
+def test_the_report_shows_requests_of_other_ingresses() -> None:
     router = router_of(0, 1, reports=(EngineReport(0, running=8, waiting_tokens=500),))
     assert [router.choose(f"r{i}", prompt(i)).rank for i in range(5)] == [1] * 5
 
@@ -231,7 +231,7 @@ def test_an_answer_ends_the_wait_of_its_prompt_only() -> None:
     assert counters(router)[0] == (0, 0)
 
 
-def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
+def test_a_new_engine_receives_its_share_of_later_requests() -> None:
     """Three ingresses see an idle new engine in the same late report."""
     old = tuple(EngineReport(rank, running=4, waiting_tokens=300) for rank in range(3))
     routers = [router_of(*range(4), reports=(*old, EngineReport(3))) for _ in range(3)]
@@ -243,7 +243,7 @@ def test_an_engine_that_joins_gets_its_share_of_what_follows() -> None:
 
 
 @pytest.mark.parametrize("reports", [1, 2])
-def test_a_prompt_counts_beside_the_report_until_the_second_that_follows(reports: int) -> None:
+def test_a_prompt_counts_in_addition_until_the_second_report(reports: int) -> None:
     """The first report after the request may have been written before the request arrived."""
     router = router_of(0, reports=(EngineReport(0, waiting_tokens=1000),))
     router.choose("r", prompt(1, 50))
@@ -259,7 +259,7 @@ def member(rank: int, **changes: object) -> Member:
     return Member(rank, ADDRESS, **changes)  # type: ignore[arg-type]
 
 
-def test_no_more_is_remembered_than_the_cache_holds() -> None:
+def test_the_router_remembers_no_more_blocks_than_the_cache_holds() -> None:
     router = Router(BLOCK)
     router.update(ClusterView(Roster(1, (member(0, num_blocks=5),))))
     for conversation in range(6):
@@ -270,7 +270,7 @@ def test_no_more_is_remembered_than_the_cache_holds() -> None:
     assert router._engines[0].cached_blocks(names_of(prompt(3))) == 1
 
 
-def test_what_others_hold_displaces_what_is_remembered() -> None:
+def test_blocks_of_other_ingresses_displace_remembered_ones() -> None:
     router = Router(BLOCK)
     roster = Roster(1, (member(0, num_blocks=10),))
     router.update(ClusterView(roster))
@@ -281,7 +281,7 @@ def test_what_others_hold_displaces_what_is_remembered() -> None:
     assert len(router._engines[0].blocks) == 3
 
 
-def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
+def test_a_full_cache_costs_the_evicted_blocks() -> None:
     router = Router(BLOCK)
     roster = Roster(1, (member(0, num_blocks=100), member(1, num_blocks=100)))
     half = EngineReport(1, running=20, kv_usage=0.5)
@@ -297,7 +297,7 @@ def test_a_full_cache_costs_the_blocks_that_others_must_give_up() -> None:
     assert engines[1].cost(tokens + 3, BLOCK) == tokens + 3 + 20 * TOKENS_PER_ROW + 3
 
 
-def test_a_successor_of_an_engine_that_is_not_reached_gets_requests() -> None:
+def test_the_successor_of_an_unreachable_engine_receives_requests() -> None:
     router = Router(BLOCK)
     router.update(ClusterView(Roster(1, (member(0, incarnation=1), member(1, incarnation=2)))))
     router.set_unreachable(frozenset({EngineId(0, 1), EngineId(1, 2)}))
@@ -310,7 +310,7 @@ def names_of(token_ids: list[int]) -> list[int]:
     return PromptBlocks(token_ids, BLOCK, None).names
 
 
-def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:
+def test_a_restarted_engine_has_an_empty_cache() -> None:
     router = Router(BLOCK)
     router.update(ClusterView(Roster(1, (member(0, incarnation=1),))))
     old = router.choose("old", prompt(1))
@@ -327,7 +327,7 @@ def test_an_engine_that_was_started_again_has_an_empty_cache() -> None:
     assert counters(router)[0] == (0, 0)
 
 
-def test_an_engine_in_repair_gets_nothing_and_forgets() -> None:
+def test_a_repairing_engine_receives_nothing_and_its_cache_is_forgotten() -> None:
     router = router_of(0, 1)
     home = finish(router, 5, length=100 * BLOCK)
     roster = Roster(2, tuple(member(r) for r in (0, 1)))
@@ -343,7 +343,7 @@ def test_an_engine_in_repair_gets_nothing_and_forgets() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 12)), max_size=30), st.integers(1, 20))
-def test_what_is_remembered_of_a_chain_is_its_start(
+def test_the_start_of_a_block_chain_is_remembered(
     prompts: list[tuple[int, int]], num_blocks: int
 ) -> None:
     """A chain is always remembered as a prefix. The search for the end of a cached prefix relies on
@@ -361,14 +361,14 @@ def test_what_is_remembered_of_a_chain_is_its_start(
 # ---------------------------------------------------------------------------------- membership
 
 
-def test_without_an_active_engine_there_is_no_place() -> None:
+def test_without_an_active_engine_no_request_is_placed() -> None:
     for router in (Router(BLOCK), router_of(), router_of(leaving=(0, 1))):
         with pytest.raises(NoEngine, match="no engine"):
             router.choose("r", prompt(1))
         assert router.active_ranks == []
 
 
-def test_a_rank_can_be_asked_for() -> None:
+def test_a_rank_can_be_requested() -> None:
     router = router_of(0, 1, 2, leaving=(3,))
     routes = [router.choose("r", prompt(1), rank=rank) for rank in (2, 0, 1)]
     assert [route.rank for route in routes] == [2, 0, 1]
@@ -378,7 +378,7 @@ def test_a_rank_can_be_asked_for() -> None:
     assert counters(router)[3] == (0, 0)
 
 
-def test_leaving_engines_get_nothing_though_they_hold_the_prefix() -> None:
+def test_leaving_engines_receive_nothing_although_they_hold_the_prefix() -> None:
     router = router_of(0, 1)
     home = finish(router, 5, length=10 * BLOCK)
     router.update(view(1 - home, leaving=(home,)))
@@ -386,7 +386,7 @@ def test_leaving_engines_get_nothing_though_they_hold_the_prefix() -> None:
         assert router.choose(f"r{index}", prompt(5, 10 * BLOCK)).rank == 1 - home
 
 
-def test_reports_of_engines_outside_of_the_roster_are_ignored() -> None:
+def test_reports_of_engines_outside_the_roster_are_ignored() -> None:
     router = router_of(0, reports=(EngineReport(0), EngineReport(4)))
     assert router.active_ranks == [0] and router.choose("r", prompt(1)).rank == 0
 
@@ -562,14 +562,14 @@ def test_ingresses_agree_about_many_engines() -> None:
     assert [finish(first, c) for c in range(50)] == [finish(second, c) for c in range(50)]
 
 
-def test_few_conversations_move_when_one_of_many_engines_comes() -> None:
+def test_few_conversations_move_when_one_of_many_engines_joins() -> None:
     before = [finish(router_of(*range(100)), c) for c in range(300)]
     after = [finish(router_of(*range(101)), c) for c in range(300)]
     moved = [new for old, new in zip(before, after, strict=True) if new != old]
     assert 100 in moved and len(moved) <= 20
 
 
-def test_a_prefix_that_all_of_many_engines_hold_binds_nobody() -> None:
+def test_a_prefix_that_all_engines_hold_does_not_attract_requests() -> None:
     """New conversations that share a system prompt are also spread by load."""
     router = router_of(*range(100), reports=tuple(EngineReport(r) for r in range(100)))
     system = list(range(1000, 1000 + 8 * BLOCK))
