@@ -73,7 +73,7 @@ def test_outputs_that_cannot_be_handled_are_computed_again(
     asyncio.run(case())
 
 
-def test_a_view_that_fails_to_apply_is_applied_when_it_comes_again(folder: Path) -> None:
+def test_a_view_that_fails_to_apply_is_applied_when_it_is_resent(folder: Path) -> None:
     """Requests of the engine that left are not lost in the meantime."""
 
     async def case() -> None:
@@ -110,7 +110,7 @@ def test_an_ingress_that_can_apply_no_view_exits(folder: Path, deaths: Deaths) -
     asyncio.run(case())
 
 
-def test_an_ingress_whose_heartbeat_has_ended_ends(folder: Path, deaths: Deaths) -> None:
+def test_an_ingress_without_its_heartbeat_task_exits(folder: Path, deaths: Deaths) -> None:
     async def case() -> None:
         async with FakeCluster(folder).serving() as cluster:
             cluster.ingress.llm._client._metrics = None  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ def test_an_ingress_that_stops_listening_exits(deaths: Deaths) -> None:
     asyncio.run(case())
 
 
-def test_a_manager_whose_loop_has_ended_ends(deaths: Deaths) -> None:
+def test_a_manager_without_its_loop_exits(deaths: Deaths) -> None:
     """Otherwise no engine would be started any more, while scale requests were still accepted."""
 
     async def scenario(world: ManagerHarness) -> None:
@@ -176,7 +176,7 @@ def test_an_engine_that_cannot_be_killed_is_replaced(way: str) -> None:
     run(scenario, data=2)
 
 
-def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
+def test_engines_that_left_and_cannot_be_killed_delay_no_change() -> None:
     async def scenario(world: ManagerHarness) -> None:
         await world.start()
         end, world.placement.end = world.placement.end, planted  # type: ignore[method-assign]
@@ -194,7 +194,7 @@ def test_engines_that_left_and_cannot_be_ended_hold_up_no_change() -> None:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_manager_that_is_cancelled_as_it_wakes_stops(turns: int) -> None:
+def test_a_manager_cancelled_while_it_wakes_stops(turns: int) -> None:
     """The cancellation arrives while the manager waits for a time, e.g. before a retry."""
 
     async def scenario(world: ManagerHarness) -> None:
@@ -219,7 +219,7 @@ def test_serves_health_check_runs_in_the_ingress_loop() -> None:
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_a_manager_that_another_has_followed_is_not_healthy(leads: bool) -> None:
+def test_a_replaced_manager_is_not_healthy(leads: bool) -> None:
     """Serve stops such a manager, and starts a new one if there is no other."""
     deployment = SimpleNamespace(_manager=SimpleNamespace(leads=leads))
     with nullcontext() if leads else pytest.raises(RuntimeError, match="has taken over"):

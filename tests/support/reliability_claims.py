@@ -110,7 +110,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_MANAGER}::test_a_failed_grow_leaves_the_old_epoch_serving",
         ),
         "A new engine that hangs does not delay the others": (
-            f"{_MANAGER}::test_a_newcomer_that_hangs_holds_up_no_other",
+            f"{_MANAGER}::test_a_hanging_newcomer_delays_no_other",
             "tests/simulator/changes/test_hanging_newcomer.py::test_the_other_newcomer_serves",
         ),
         "without the new engine that its peers do not reach": (
@@ -137,14 +137,14 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "The last engine of a version terminates only when no ingress needs it": (
             f"{_CONTROL}/manager/test_manager_upgrade.py"
-            "::test_the_last_engine_of_a_version_ends_when_nobody_needs_it",
+            "::test_the_last_engine_of_a_version_stops_when_no_answer_needs_it",
         ),
         "it is started again if it dies earlier": (
             f"{_CONTROL}/manager/test_manager_upgrade.py"
-            "::test_an_engine_of_a_version_that_is_needed_is_made_again",
+            "::test_an_engine_of_a_needed_version_is_started_again",
         ),
         "another engine gives way, and is replaced": (
-            f"{_CONTROL}/plan/test_needed_version.py::test_one_engine_gives_way_and_comes_back",
+            f"{_CONTROL}/plan/test_needed_version.py::test_one_engine_is_replaced_by_the_needed_version_and_restored",
         ),
     },
     10: {
@@ -165,12 +165,12 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_CONTROL}/ray/test_launch.py::test_a_manager_waits_for_a_controller_that_has_just_died",
         ),
         "A new manager adopts the engines that serve, load or wait to join": (
-            f"{_SUCCESSION}::test_a_new_manager_adopts_what_serves",
-            f"{_SUCCESSION}::test_an_engine_that_loads_or_waits_to_join_is_adopted",
+            f"{_SUCCESSION}::test_a_new_manager_adopts_serving_engines",
+            f"{_SUCCESSION}::test_loading_and_waiting_engines_are_adopted",
         ),
         "terminates all other engines of earlier managers": (
             f"{_CONTROL}/engines/test_placement.py"
-            "::test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended",
+            "::test_serving_loading_and_waiting_engines_are_adopted_and_others_killed",
         ),
         "they survive the loss of manager and coordinator together": (
             "tests/simulator/outages/test_lost_control_host.py"
@@ -178,7 +178,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_SUCCESSION}::test_a_new_manager_keeps_the_pause",
         ),
         "which continue with the rest of their time": (
-            f"{_SUCCESSION}::test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time",
+            f"{_SUCCESSION}::test_a_new_manager_continues_with_the_remaining_drain_time",
         ),
     },
     12: {
@@ -186,16 +186,16 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_MANAGER}::test_a_start_that_fails_is_reported_while_another_one_loads",
         ),
         "retried without limit, with growing delays of at most five minutes": (
-            f"{_CONTROL}/plan/test_backoff.py::test_no_rank_is_ever_given_up_and_waits_have_a_limit",
+            f"{_CONTROL}/plan/test_backoff.py::test_no_rank_is_abandoned_and_waits_have_a_limit",
         ),
         "no engine and no placement group is left over": (
             f"{_CONTROL}/ray/test_leftovers.py"
-            "::test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly",
+            "::test_killing_an_engine_is_retried_with_growing_delays",
             f"{_CONTROL}/ray/test_leftovers.py"
-            "::test_what_is_made_although_nobody_waits_for_it_is_ended",
+            "::test_actors_and_groups_created_after_their_wait_are_removed",
         ),
         "reports what failed, how often, and when it is tried next": (
-            f"{_MANAGER}::test_repeated_failure_is_said_and_tried_ever_more_slowly",
+            f"{_MANAGER}::test_repeated_failures_are_reported_and_retried_with_growing_delays",
         ),
     },
     13: {
@@ -214,7 +214,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/configs/runtime/test_process.py"
             "::test_the_process_exits_with_a_log_line_while_its_main_thread_sleeps",
             "tests/cluster/test_background_task_failures.py"
-            "::test_an_ingress_whose_heartbeat_has_ended_ends",
+            "::test_an_ingress_without_its_heartbeat_task_exits",
             "tests/engine/executor/test_background_task_failures.py"
             "::test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits",
             "tests/coordinator/test_service.py::test_a_loop_that_fails_ends_the_coordinator",

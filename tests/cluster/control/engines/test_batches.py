@@ -29,23 +29,23 @@ def _batches(**jobs: tuple[float, bool]) -> list[tuple[float, dict[str, bool]]]:
         return runner.run(collect())
 
 
-def test_what_takes_about_as_long_comes_together() -> None:
+def test_jobs_of_similar_duration_form_one_batch() -> None:
     assert _batches(b=(10.0, False), a=(15.0, False)) == [(15.0, {"b": True, "a": True})]
 
 
-def test_what_takes_longer_comes_later() -> None:
+def test_slower_jobs_form_a_later_batch() -> None:
     found = _batches(slow=(500.0, False), a=(10.0, False), b=(19.0, False), late=(499.0, False))
     assert found == [(20.0, {"a": True, "b": True}), (500.0, {"slow": True, "late": True})]
 
 
-def test_a_failure_ends_no_wait() -> None:
+def test_a_failed_job_does_not_end_the_wait_for_others() -> None:
     assert _batches(a=(1.0, True), b=(10.0, False), c=(50.0, True)) == [
         (20.0, {"a": False, "b": True}),
         (50.0, {"c": False}),
     ]
 
 
-def test_what_waits_for_something_else_holds_up_nothing() -> None:
+def test_an_idle_job_does_not_delay_a_batch() -> None:
     """A job that is still idle when the others are done does not delay their batch."""
 
     async def collect() -> list[tuple[float, list[str]]]:
@@ -58,7 +58,7 @@ def test_what_waits_for_something_else_holds_up_nothing() -> None:
         assert runner.run(collect()) == [(12.0, ["a", "b"]), (500.0, ["idle"])]
 
 
-def test_what_is_left_is_cancelled() -> None:
+def test_remaining_jobs_are_cancelled() -> None:
     ended: list[str] = []
 
     async def job(name: str, seconds: float) -> None:

@@ -28,7 +28,7 @@ def roster(**starts: int) -> Roster:
     return Roster(1, tuple(members))
 
 
-def test_names_are_read_back_and_known_as_groups() -> None:
+def test_engine_names_parse_back_and_are_recognised_as_groups() -> None:
     one = name(12)
     assert parse(str(one), "swell-app") == one
     assert is_group(str(one), "swell-app") and is_group("swell-app-engine-12", "swell-app")
@@ -48,11 +48,11 @@ def test_names_are_read_back_and_known_as_groups() -> None:
         "",
     ],
 )
-def test_other_names_are_no_engines_of_ours(text: str) -> None:
+def test_foreign_names_are_not_engines(text: str) -> None:
     assert parse(text, "swell-app") is None
 
 
-def test_applications_whose_names_begin_alike_are_apart() -> None:
+def test_applications_with_a_common_name_prefix_are_separate() -> None:
     """Example: one application is called `app`, another one `app-engine`."""
     for app in ("app-engine", "app-engine-1", "another-app"):
         other = str(name(1, app=f"swell-{app}"))
@@ -66,7 +66,7 @@ def test_candidates_are_of_this_configuration_and_coordinator_and_have_a_group()
     assert candidates(actors, {str(ours), str(other)}, "swell-app", {TAG}) == [ours]
 
 
-def test_of_one_rank_the_one_in_the_roster_is_chosen_then_one_that_is_ready() -> None:
+def test_a_roster_member_is_preferred_for_its_rank_then_a_ready_engine() -> None:
     first, second, third = name(0, "a"), name(0, "b"), name(0, "c")
     answers = {first: 5, second: 7, third: None}
     assert choose(answers, roster(r0=5)) == {0: first}

@@ -39,7 +39,7 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
+def test_an_engine_for_unfinished_answers_waits_for_the_room_of_another_one() -> None:
     """This holds even if no host may join the cluster. The wait lasts no longer than the answers
     do."""
 
@@ -63,7 +63,7 @@ def test_an_engine_for_answers_waits_for_the_room_of_another_one() -> None:
     asyncio.run(scenario())
 
 
-def test_what_the_hosts_cannot_hold_is_refused_unless_others_may_join() -> None:
+def test_targets_beyond_the_hosts_are_refused_unless_hosts_may_join() -> None:
     async def scenario() -> None:
         table = Table()
         table.nodes = [{"CPU": 0.0}]
@@ -81,7 +81,7 @@ def waiting(harness: ManagerHarness, capacity: int) -> None:
     harness.placement.capacity, harness.placement.waits_for_room = capacity, True
 
 
-def test_a_growth_waits_and_the_state_says_so() -> None:
+def test_a_growth_without_room_is_pending_and_its_state_is_reported() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         waiting(harness, 2)
@@ -110,7 +110,7 @@ def test_a_growth_waits_and_the_state_says_so() -> None:
     run(scenario)
 
 
-def test_the_phase_and_what_waits_are_of_one_moment() -> None:
+def test_phase_and_pending_engines_are_read_together() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         waiting(harness, 1)
@@ -131,7 +131,7 @@ def test_the_phase_and_what_waits_are_of_one_moment() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_a_smaller_request_ends_the_wait(engines: int) -> None:
+def test_a_smaller_target_ends_the_wait(engines: int) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         waiting(harness, 2)
@@ -145,7 +145,7 @@ def test_a_smaller_request_ends_the_wait(engines: int) -> None:
     run(scenario)
 
 
-def test_a_successor_asks_for_room_again() -> None:
+def test_a_new_manager_requests_room_again() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         waiting(harness, 1)
@@ -178,7 +178,7 @@ def autoscaled(harness: ManagerHarness) -> None:
     )
 
 
-def test_the_manager_follows_the_load() -> None:
+def test_the_autoscaler_sets_the_target_within_its_limits() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         autoscaled(harness)
         await harness.start()
@@ -202,7 +202,7 @@ def test_the_manager_follows_the_load() -> None:
     run(scenario)
 
 
-def test_a_start_that_fails_ends_no_growth_that_the_load_wants() -> None:
+def test_a_failed_start_does_not_end_a_growth_of_the_autoscaler() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         autoscaled(harness)
         await harness.start()
@@ -216,7 +216,7 @@ def test_a_start_that_fails_ends_no_growth_that_the_load_wants() -> None:
     run(scenario)
 
 
-def test_an_operator_moves_the_target_and_the_policy_goes_on_from_there() -> None:
+def test_the_autoscaler_continues_from_an_operators_target() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         autoscaled(harness)
         await harness.start()

@@ -114,7 +114,7 @@ def ignore() -> None:
     """Does nothing when an engine waits for room."""
 
 
-def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Table) -> None:
+def test_serving_loading_and_waiting_engines_are_adopted_and_others_killed(table: Table) -> None:
     serving = table.engine(0, "a", says(0, 5))
     table.engine(0, "b", LOADING)
     waiting = table.engine(1, "c", says(1, 6))
@@ -134,7 +134,7 @@ def test_what_serves_loads_or_waits_is_adopted_and_all_else_is_ended(table: Tabl
 
 
 @pytest.mark.parametrize("is_listed", [True, False])
-def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
+def test_an_unresponsive_engine_in_the_roster_is_asked_again(
     table: Table, monkeypatch: pytest.MonkeyPatch, is_listed: bool
 ) -> None:
     """A silent engine is probed again while it is in the roster: the coordinator removes an engine
@@ -156,7 +156,7 @@ def test_an_engine_in_the_roster_that_does_not_answer_is_asked_again(
     assert newcomers == []
 
 
-def test_one_that_never_answers_is_given_up(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_never_answers_is_abandoned(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placement, "_PROBES", 0.001)
     table.engine(0, "a", TimeoutError())
     coordinator = FakeCoordinator(member(0, 5))
@@ -166,7 +166,7 @@ def test_one_that_never_answers_is_given_up(table: Table, monkeypatch: pytest.Mo
     ) and coordinator.lost == [0]
 
 
-def test_what_this_manager_has_placed_is_no_stray_until_it_is_ended(table: Table) -> None:
+def test_an_engine_of_this_manager_becomes_an_orphan_only_when_it_is_destroyed(table: Table) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)
@@ -185,7 +185,7 @@ def test_names_differ_with_each_start(table: Table) -> None:
     assert len({ours.plan(0, VERSION).name for _ in range(50)}) == 50
 
 
-def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
+def test_orphans_delay_a_start_for_a_limited_time(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(orphans, "_TIMEOUT_S", 0.05)
@@ -216,7 +216,7 @@ def test_strays_that_do_not_go_hold_up_a_start_for_some_time_only(
         (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
     ],
 )
-def test_a_start_that_fails_leaves_nothing_and_says_why(
+def test_a_failed_start_leaves_nothing_and_reports_the_reason(
     table: Table, error: Exception, permanent: bool, text: str
 ) -> None:
     async def scenario() -> None:
@@ -231,7 +231,7 @@ def test_a_start_that_fails_leaves_nothing_and_says_why(
     asyncio.run(scenario())
 
 
-def test_a_start_without_room_says_what_is_free(table: Table) -> None:
+def test_a_start_without_room_reports_the_free_resources(table: Table) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)
@@ -249,7 +249,7 @@ def test_a_start_without_room_says_what_is_free(table: Table) -> None:
 
 
 @pytest.mark.parametrize("node", ["node", "another"])
-def test_a_process_is_killed_at_once_on_whatever_host(table: Table, node: str) -> None:
+def test_a_process_is_killed_at_once_on_any_host(table: Table, node: str) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)

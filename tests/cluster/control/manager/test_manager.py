@@ -14,7 +14,7 @@ from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, ru
 # -------------------------------------------------------------------------------- growing
 
 
-def test_engines_start_beside_each_other_and_join_in_one_epoch() -> None:
+def test_engines_start_concurrently_and_join_in_one_epoch() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         assert harness.active == [0, 1, 2] and harness.coordinator.roster.epoch == 1
@@ -25,7 +25,7 @@ def test_engines_start_beside_each_other_and_join_in_one_epoch() -> None:
     assert harness.placement.events[0] == ("open", [])
 
 
-def test_scale_up_keeps_those_that_serve() -> None:
+def test_scale_up_keeps_the_serving_engines() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first = harness.placement.alive[0]
@@ -56,7 +56,7 @@ def test_a_newcomer_takes_the_lowest_free_rank() -> None:
 # -------------------------------------------------------------------------------- shrinking
 
 
-def test_scale_down_leaves_then_removes_then_ends_the_highest_ranks() -> None:
+def test_scale_down_drains_removes_and_stops_the_highest_ranks() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.events.clear()
@@ -94,7 +94,7 @@ def test_a_leaving_engine_finishes_its_requests_first() -> None:
 
 
 @pytest.mark.parametrize("moves_at_s", [0.05, 0.11, 0.15])
-def test_an_engine_that_was_idle_under_an_earlier_roster_finishes_what_moves_to_it(
+def test_a_leaving_engine_finishes_requests_that_move_to_it(
     moves_at_s: float,
 ) -> None:
     """Another engine of its version replaces a worker, so its answers continue on this engine.
@@ -123,7 +123,7 @@ def test_an_engine_that_was_idle_under_an_earlier_roster_finishes_what_moves_to_
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_what_an_active_engine_had_counts_for_none_that_leaves() -> None:
+def test_reports_from_before_leaving_do_not_count_for_a_drain() -> None:
     """A restarted coordinator considers the engine active until the manager marks it again."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -142,7 +142,7 @@ def test_what_an_active_engine_had_counts_for_none_that_leaves() -> None:
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_a_leaving_engine_that_is_not_heard_has_its_time() -> None:
+def test_a_silent_leaving_engine_has_its_whole_drain_time() -> None:
     """An old report without requests does not show what the engine has now."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -188,7 +188,7 @@ def test_the_drain_time_is_a_limit(drain_timeout_s, seconds) -> None:
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_drain_takes_the_engine_that_was_named() -> None:
+def test_drain_removes_the_named_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.manager.drain(0)
@@ -200,7 +200,7 @@ def test_drain_takes_the_engine_that_was_named() -> None:
     run(scenario, data=3)
 
 
-def test_a_drain_that_is_refused_marks_nobody() -> None:
+def test_a_refused_drain_marks_no_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         with pytest.raises(ScaleRefused, match="min_engines=2"):
@@ -251,7 +251,7 @@ def test_a_target_out_of_range_is_refused(engines) -> None:
 # -------------------------------------------------------------------------------- describing
 
 
-def test_describe_holds_what_the_contract_names() -> None:
+def test_describe_has_all_fields_of_the_contract() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.manager.start()
         await asyncio.sleep(START_S / 2)
@@ -329,7 +329,7 @@ def test_a_cluster_described_as_idle_has_the_roster_of_its_last_change() -> None
     run(scenario)
 
 
-def test_describe_says_when_the_cluster_changes() -> None:
+def test_describe_reports_a_running_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -343,7 +343,7 @@ def test_describe_says_when_the_cluster_changes() -> None:
 
 
 @pytest.mark.parametrize("state", ["forming", "pausing"])
-def test_engines_whose_group_does_not_step_are_not_said_to_serve(state: str) -> None:
+def test_engines_whose_group_does_not_step_are_not_reported_as_serving(state: str) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         assert (await harness.manager.describe())["state"] == "serving"
@@ -355,7 +355,7 @@ def test_engines_whose_group_does_not_step_are_not_said_to_serve(state: str) -> 
 
 
 @pytest.mark.parametrize("outage", ["silent", "gone"])
-def test_describe_gives_what_was_known_while_the_coordinator_is_away(outage) -> None:
+def test_describe_returns_the_last_state_while_the_coordinator_is_unavailable(outage) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = await harness.manager.describe()
@@ -372,7 +372,7 @@ def test_describe_gives_what_was_known_while_the_coordinator_is_away(outage) -> 
 # -------------------------------------------------------------------------------- pausing
 
 
-def test_a_pause_lasts_until_it_is_ended() -> None:
+def test_a_pause_lasts_until_the_resume() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.pause()
@@ -386,7 +386,7 @@ def test_a_pause_lasts_until_it_is_ended() -> None:
     run(scenario)
 
 
-def test_only_the_newcomer_without_which_the_group_forms_has_failed() -> None:
+def test_only_the_newcomer_that_the_group_excluded_counts_as_failed() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         reason = "no group formed with engine 2 at 10.0.0.7:6 in 60.0 s"

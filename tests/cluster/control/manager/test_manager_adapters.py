@@ -18,7 +18,7 @@ async def started(harness: ManagerHarness) -> None:
 
 
 @pytest.mark.parametrize("lost", ["manager", "coordinator too", "checkpoint too"])
-def test_a_successor_goes_on_with_them(lost: str) -> None:
+def test_a_new_manager_keeps_the_adapters(lost: str) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await started(harness)
         harness.manager.adapters.load(ONE, in_place=False)
@@ -45,7 +45,7 @@ def test_a_successor_goes_on_with_them(lost: str) -> None:
     run(scenario)
 
 
-def test_a_coordinator_that_comes_back_is_told() -> None:
+def test_a_restarted_coordinator_receives_the_adapters() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await started(harness)
         harness.manager.adapters.load(ONE, in_place=False)
@@ -57,7 +57,7 @@ def test_a_coordinator_that_comes_back_is_told() -> None:
     run(scenario)
 
 
-def test_names_are_given_once() -> None:
+def test_a_loaded_name_is_replaced_only_on_request() -> None:
     changes: list[None] = []
     config = LoraConfig(enabled=True, adapters={"own": "/own"})
     names = LoadedAdapters(config, "model", lambda: changes.append(None))

@@ -26,7 +26,7 @@ from tests.cluster.control.fake_manager import (
 
 
 @pytest.mark.parametrize("engines", [1, 2, 3])
-def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
+def test_obsolete_starts_are_cancelled_at_once(engines) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.scale(4)
@@ -43,7 +43,7 @@ def test_starts_that_are_not_wanted_any_more_are_ended_at_once(engines) -> None:
     run(scenario)
 
 
-def test_a_start_that_has_not_begun_does_not_begin() -> None:
+def test_an_obsolete_start_in_the_queue_does_not_begin() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.scale(3)
@@ -56,7 +56,7 @@ def test_a_start_that_has_not_begun_does_not_begin() -> None:
 
 
 @pytest.mark.parametrize("second", [3, 4, 5])
-def test_a_change_that_replaced_another_and_fails_goes_back_to_what_was_whole(second) -> None:
+def test_a_failed_change_that_replaced_another_reverts_to_the_last_complete_state(second) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.always = transient("no room")
@@ -85,7 +85,7 @@ def test_a_larger_target_during_a_start_begins_at_once() -> None:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_one_that_is_ready_and_waits_for_others_can_be_cancelled_too(engines) -> None:
+def test_a_ready_engine_that_waits_for_others_can_be_cancelled(engines) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.slow_s = {2: 500.0}
@@ -100,7 +100,7 @@ def test_one_that_is_ready_and_waits_for_others_can_be_cancelled_too(engines) ->
     run(scenario)
 
 
-def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
+def test_a_failure_of_a_cancelled_start_is_ignored() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.scale(3)
@@ -113,7 +113,7 @@ def test_a_failure_of_a_start_that_was_cancelled_is_none() -> None:
     run(scenario)
 
 
-def test_a_start_that_was_cancelled_is_no_member_that_is_in_the_way_of_the_next_one() -> None:
+def test_a_cancelled_start_does_not_block_the_next_one() -> None:
     """A coordinator that restarted meanwhile lists the cancelled engine as a member."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -136,7 +136,7 @@ def test_a_start_that_was_cancelled_is_no_member_that_is_in_the_way_of_the_next_
 # -------------------------------------------------------------------------------- commit
 
 
-def test_a_request_during_a_commit_is_done_when_it_is_over() -> None:
+def test_a_request_during_a_commit_is_executed_after_it() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.group_s = 20
@@ -156,7 +156,7 @@ def test_a_request_during_a_commit_is_done_when_it_is_over() -> None:
 # -------------------------------------------------------------------------------- drain
 
 
-def test_an_engine_that_has_not_left_is_kept() -> None:
+def test_a_draining_engine_is_kept_when_the_target_rises() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         engine = harness.placement.alive[1]
@@ -178,7 +178,7 @@ def test_an_engine_that_has_not_left_is_kept() -> None:
     run(scenario, data=2)
 
 
-def test_one_that_was_named_is_not_kept() -> None:
+def test_an_engine_drained_by_name_is_not_kept() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[0] = busy(0)
@@ -224,7 +224,7 @@ def test_a_longer_drain_timeout_counts_from_now_on() -> None:
 
 
 @pytest.mark.parametrize("before", ["scale", "drain"])
-def test_a_drain_that_is_requested_again_begins_anew(before: str) -> None:
+def test_a_repeated_drain_restarts_its_timeout(before: str) -> None:
     """The target does not decrease again, and the engine is no longer kept."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -271,7 +271,7 @@ def test_an_engine_that_was_kept_and_leaves_again_is_marked_again() -> None:
     run(scenario, data=3)
 
 
-def test_the_time_of_a_drain_begins_when_the_coordinator_has_heard_of_it() -> None:
+def test_the_time_of_a_drain_begins_when_the_coordinator_knows_it() -> None:
     """The coordinator's call is delayed, and the operator repeats the request meanwhile."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -296,7 +296,7 @@ def test_the_time_of_a_drain_begins_when_the_coordinator_has_heard_of_it() -> No
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_a_host_that_goes_away_takes_its_engine_without_a_drain() -> None:
+def test_a_lost_host_removes_its_engine_without_a_drain() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.nodes = {1: "spot"}
         await harness.start()
@@ -308,7 +308,7 @@ def test_a_host_that_goes_away_takes_its_engine_without_a_drain() -> None:
     run(scenario, data=2)
 
 
-def test_one_long_drain_holds_up_no_other() -> None:
+def test_a_long_drain_delays_no_other_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports.update({1: busy(1), 2: busy(2)})
@@ -325,7 +325,7 @@ def test_one_long_drain_holds_up_no_other() -> None:
 # -------------------------------------------------------------------------------- pause
 
 
-def test_a_paused_engine_leaves_when_its_time_is_over() -> None:
+def test_a_paused_engine_leaves_at_its_drain_timeout() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -339,7 +339,7 @@ def test_a_paused_engine_leaves_when_its_time_is_over() -> None:
     run(scenario, data=2)
 
 
-def test_a_long_drain_while_paused_can_be_taken_back() -> None:
+def test_a_long_drain_while_paused_can_be_cancelled() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -371,7 +371,7 @@ def test_a_pause_may_begin_during_a_change(seconds) -> None:
     run(scenario)
 
 
-def test_a_failed_start_that_is_not_wanted_any_more_is_no_failure() -> None:
+def test_a_failure_of_an_obsolete_start_is_ignored() -> None:
     """The failed start is cancelled while the engine that was started with it joins."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -441,7 +441,7 @@ async def step(harness: ManagerHarness, what: str, number: int) -> int | None:
 
 @settings(max_examples=120, derandomize=True, deadline=None, database=None)
 @given(st.lists(st.tuples(_STEP, _PAUSES_S), max_size=12), st.sampled_from([0.0, 3.0]))
-def test_any_order_of_changes_and_deaths_ends_with_what_was_requested_last(steps, group_s) -> None:
+def test_any_order_of_changes_and_deaths_ends_in_the_last_requested_state(steps, group_s) -> None:
     """In the end there is no extra process, placement group or rank."""
 
     async def scenario(harness: ManagerHarness) -> None:

@@ -21,7 +21,7 @@ from tests.cluster.control.fake_manager import (
 # -------------------------------------------------------------------------------- failing
 
 
-def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
+def test_a_permanent_failure_of_the_first_start_is_reported_as_final() -> None:
     """`swell serve` exits in this case. Other callers see retries with growing delays."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -43,7 +43,7 @@ def test_a_first_start_that_can_never_succeed_is_said_to_be_in_vain() -> None:
     run(scenario)
 
 
-def test_repeated_failure_is_said_and_tried_ever_more_slowly() -> None:
+def test_repeated_failures_are_reported_and_retried_with_growing_delays() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.always = transient("out of memory")
         await harness.start()
@@ -80,7 +80,7 @@ def test_a_new_request_ends_a_wait() -> None:
     run(scenario)
 
 
-def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
+def test_a_failure_after_the_first_start_is_not_final() -> None:
     """The reason contains the number of attempts and the time of the next one."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -99,7 +99,7 @@ def test_what_fails_after_the_cluster_was_up_is_not_in_vain() -> None:
     run(scenario)
 
 
-def test_a_failure_that_passes_is_forgotten() -> None:
+def test_a_temporary_failure_is_forgotten() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.failures = {0: [transient(), transient()]}
         await harness.manager.start()
@@ -137,7 +137,7 @@ def test_a_failed_grow_leaves_the_old_epoch_serving() -> None:
     run(scenario, data=2)
 
 
-def test_a_newcomer_that_hangs_holds_up_no_other() -> None:
+def test_a_hanging_newcomer_delays_no_other() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.slow_s = {2: 300.0}
@@ -150,7 +150,7 @@ def test_a_newcomer_that_hangs_holds_up_no_other() -> None:
     run(scenario)
 
 
-def test_of_a_half_failed_grow_the_good_half_serves() -> None:
+def test_the_good_half_of_a_half_failed_growth_serves() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient("bad luck")]}
@@ -166,7 +166,7 @@ def test_of_a_half_failed_grow_the_good_half_serves() -> None:
     run(scenario)
 
 
-def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
+def test_a_failed_growth_after_a_death_reverts_to_the_last_complete_size() -> None:
     """A replacement is not a change of the target: two engines served before, so the target stays
     two."""
 
@@ -185,7 +185,7 @@ def test_a_failed_growth_after_a_death_keeps_the_size_that_was_whole() -> None:
     run(scenario)
 
 
-def test_a_request_for_what_is_there_ends_a_failed_change() -> None:
+def test_requesting_the_current_size_clears_a_failed_change() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient()]}
@@ -249,7 +249,7 @@ def test_an_engine_that_dies_while_others_start_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("dying", [0, 2])
-def test_an_engine_that_dies_while_others_leave(dying) -> None:
+def test_an_engine_that_dies_while_others_leave_is_replaced(dying) -> None:
     """Rank 2 is leaving. Any engine may die meanwhile, and two serve in the end."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -266,7 +266,7 @@ def test_an_engine_that_dies_while_others_leave(dying) -> None:
     run(scenario, data=3)
 
 
-def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly() -> None:
+def test_engines_that_die_after_every_start_are_replaced_with_growing_delays() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         for death in range(MAX_DEATHS + 1):
@@ -290,7 +290,7 @@ def test_engines_that_die_right_after_every_start_are_replaced_ever_more_slowly(
     run(scenario, data=2)
 
 
-def test_a_slow_start_holds_up_no_replacement() -> None:
+def test_a_slow_start_delays_no_replacement() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.scale(3)
@@ -346,7 +346,7 @@ def test_a_replacement_that_fails_is_tried_again_while_another_one_loads() -> No
     run(scenario, data=2)
 
 
-def test_a_drain_holds_up_no_replacement() -> None:
+def test_a_drain_delays_no_replacement() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[2] = busy(2)
@@ -359,7 +359,7 @@ def test_a_drain_holds_up_no_replacement() -> None:
     run(scenario, data=3, drain_timeout_s=60)
 
 
-def test_an_engine_that_stopped_is_killed_and_replaced() -> None:
+def test_a_stalled_engine_is_killed_and_replaced() -> None:
     """A suspended engine cannot stop itself, so the manager kills it without asking."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -479,7 +479,7 @@ def test_an_engine_that_dies_after_a_failed_grow_is_replaced() -> None:
     run(scenario, data=2)
 
 
-def test_an_engine_outlives_a_coordinator_that_is_lost_while_it_joins_again() -> None:
+def test_an_engine_survives_the_loss_of_the_coordinator_while_it_rejoins() -> None:
     """The death of the coordinator is not blamed on the engine."""
 
     async def scenario(harness: ManagerHarness) -> None:

@@ -99,7 +99,7 @@ class RandomChanges:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_accepted_is_there_in_the_end(seed, caplog) -> None:
+def test_every_accepted_target_is_reached(seed, caplog) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         changes = RandomChanges(harness, seed)

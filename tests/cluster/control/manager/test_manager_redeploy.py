@@ -80,7 +80,7 @@ async def drain(manager: ClusterManager) -> None:
 
 
 @pytest.mark.parametrize("request_change", [scale, drain])
-def test_a_manager_that_leads_no_more_accepts_nothing(request_change) -> None:
+def test_a_manager_that_no_longer_leads_refuses_changes(request_change) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first, harness.manager = harness.manager, harness.another()
@@ -94,7 +94,7 @@ def test_a_manager_that_leads_no_more_accepts_nothing(request_change) -> None:
     run(scenario, data=2)
 
 
-def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
+def test_a_manager_that_is_stopped_during_its_takeover_leaves_nothing() -> None:
     """The application is deleted during the takeover, and no other manager follows."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -109,7 +109,7 @@ def test_a_manager_that_is_to_end_while_it_takes_over_leaves_nothing() -> None:
     run(scenario, data=2)
 
 
-def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
+def test_an_old_manager_starts_no_engines_next_to_the_new_one() -> None:
     """The old manager sees its engines die when the new one stops them. Its coordinator cannot tell
     it why, because that was stopped too."""
 
@@ -130,7 +130,7 @@ def test_an_old_manager_starts_nothing_beside_the_new_one() -> None:
     run(scenario)
 
 
-def test_a_manager_that_another_follows_while_it_drains_ends_nothing() -> None:
+def test_a_manager_that_is_replaced_while_it_drains_stops_no_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[0] = busy(0)

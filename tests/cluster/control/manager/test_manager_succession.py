@@ -18,7 +18,7 @@ from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, ru
 # -------------------------------------------------------------------------------- managers
 
 
-def test_a_new_manager_adopts_what_serves() -> None:
+def test_a_new_manager_adopts_serving_engines() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         members = [harness.placement.add_existing(rank) for rank in (0, 2, 3)]
         harness.coordinator.roster = before = roster.join(Roster(), members)
@@ -37,7 +37,7 @@ def test_a_new_manager_adopts_what_serves() -> None:
     run(scenario, data=1)
 
 
-def test_a_new_manager_goes_on_with_a_drain() -> None:
+def test_a_new_manager_continues_a_drain() -> None:
     """The old manager was lost while rank 1 was leaving. The engine still leaves and does not
     return."""
 
@@ -51,7 +51,7 @@ def test_a_new_manager_goes_on_with_a_drain() -> None:
     run(scenario)
 
 
-def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
+def test_a_new_manager_keeps_the_drain_time_of_a_leaving_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         members = [harness.placement.add_existing(rank) for rank in (0, 1)]
         harness.coordinator.roster = roster.leave(roster.join(Roster(), members), [1])
@@ -66,7 +66,7 @@ def test_a_new_manager_gives_a_leaving_engine_its_time() -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time(restarted: bool) -> None:
+def test_a_new_manager_continues_with_the_remaining_drain_time(restarted: bool) -> None:
     """The operator chose a longer drain time than the configured one. `restarted`: the coordinator
     restarted too and does not know that the engine is leaving."""
 
@@ -91,7 +91,7 @@ def test_a_new_manager_gives_a_leaving_engine_what_is_left_of_its_time(restarted
     run(scenario, data=2, drain_timeout_s=30)
 
 
-def test_a_new_manager_keeps_no_engine_that_was_named() -> None:
+def test_a_new_manager_still_removes_a_named_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[0] = busy(0)
@@ -106,7 +106,7 @@ def test_a_new_manager_keeps_no_engine_that_was_named() -> None:
     run(scenario, data=2, drain_timeout_s=3600)
 
 
-def test_a_drain_time_that_is_over_when_the_new_manager_comes_is_over() -> None:
+def test_an_expired_drain_time_stays_expired_for_a_new_manager() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -132,7 +132,7 @@ def test_stop_ends_engines_that_are_still_starting() -> None:
 
 
 @pytest.mark.parametrize("shrinks", [False, True])
-def test_a_manager_that_is_lost_during_a_change_leaves_it_to_the_next(shrinks) -> None:
+def test_the_next_manager_continues_a_change_of_a_lost_one(shrinks) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         if shrinks:
@@ -149,7 +149,7 @@ def test_a_manager_that_is_lost_during_a_change_leaves_it_to_the_next(shrinks) -
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_manager_that_comes_back_leaves_all_to_the_leader(stopped) -> None:
+def test_a_returning_manager_leaves_everything_to_the_leader(stopped) -> None:
     """`stopped`: the old manager stops before it notices that there is another."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -210,7 +210,7 @@ def test_engines_and_manager_die_together(dead, coordinator) -> None:
 
 
 @pytest.mark.parametrize("after_s", [START_S / 2, START_S + 5])
-def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
+def test_loading_and_waiting_engines_are_adopted(after_s) -> None:
     """The manager dies while a new engine loads, or while its group forms."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -229,7 +229,7 @@ def test_an_engine_that_loads_or_waits_to_join_is_adopted(after_s) -> None:
     run(scenario)
 
 
-def test_of_two_engines_of_one_rank_the_one_that_serves_is_kept() -> None:
+def test_the_serving_one_of_two_engines_with_one_rank_is_kept() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         engine = harness.placement.alive[0].name
@@ -242,7 +242,7 @@ def test_of_two_engines_of_one_rank_the_one_that_serves_is_kept() -> None:
 
 
 @pytest.mark.parametrize("keeps_checkpoint", [True, False])
-def test_sleep_outlives_the_manager_and_a_pause_wakes_nobody(keeps_checkpoint: bool) -> None:
+def test_sleep_survives_the_manager_and_a_pause_wakes_no_engine(keeps_checkpoint: bool) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.pause(Sleep(2, refuses=True))
@@ -265,7 +265,7 @@ def test_sleep_outlives_the_manager_and_a_pause_wakes_nobody(keeps_checkpoint: b
     run(scenario)
 
 
-def test_a_target_that_was_given_up_for_another_is_forgotten() -> None:
+def test_a_replaced_target_is_forgotten() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.failures = {1: [transient()]}
@@ -278,7 +278,7 @@ def test_a_target_that_was_given_up_for_another_is_forgotten() -> None:
     run(scenario)
 
 
-def test_a_pause_waits_for_no_checkpoint_that_cannot_be_read() -> None:
+def test_a_pause_does_not_wait_for_an_unreadable_checkpoint() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.checkpoints.hangs = True
@@ -290,7 +290,7 @@ def test_a_pause_waits_for_no_checkpoint_that_cannot_be_read() -> None:
     run(scenario)
 
 
-def test_a_checkpoint_that_cannot_be_read_stops_nothing() -> None:
+def test_an_unreadable_checkpoint_stops_no_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.checkpoints.away = True
@@ -320,7 +320,7 @@ def test_an_engine_that_a_restarted_coordinator_does_not_know_joins_again() -> N
     run(scenario, data=3)
 
 
-def test_an_engine_that_it_does_not_know_and_that_is_silent_is_replaced() -> None:
+def test_a_silent_engine_that_a_restarted_coordinator_does_not_know_is_replaced() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         engine = harness.placement.alive[1]
@@ -333,7 +333,7 @@ def test_an_engine_that_it_does_not_know_and_that_is_silent_is_replaced() -> Non
     run(scenario, data=2)
 
 
-def test_an_engine_goes_on_leaving_after_a_restart_of_the_coordinator() -> None:
+def test_an_engine_continues_leaving_after_a_restart_of_the_coordinator() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -361,7 +361,7 @@ def test_an_engine_that_was_marked_as_leaving_too_late_is_kept() -> None:
     run(scenario, data=2)
 
 
-def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
+def test_a_restarted_coordinator_receives_the_desired_state() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.manager.pause()
@@ -374,7 +374,7 @@ def test_a_restarted_coordinator_gets_what_is_wanted() -> None:
     run(scenario)
 
 
-def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_wanted() -> None:
+def test_a_restarted_coordinator_of_an_earlier_manager_receives_the_desired_state() -> None:
     """The restarted coordinator knows only a predecessor of this manager, which had another
     target."""
 
@@ -394,7 +394,7 @@ def test_a_restarted_coordinator_that_knows_an_earlier_manager_gets_what_is_want
     run(scenario)
 
 
-def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
+def test_a_detached_engine_does_not_rejoin() -> None:
     """The drain of the engine and the coordinator's restart both wait for the same group change."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -414,7 +414,7 @@ def test_an_engine_that_was_detached_meanwhile_does_not_join_again() -> None:
     run(scenario, data=2)
 
 
-def test_a_manager_that_leads_no_more_ends_no_engine_that_it_has_taken_out() -> None:
+def test_a_manager_that_no_longer_leads_does_not_stop_removed_engines() -> None:
     """The successor did not know that the engine was taken out, and has let it join again."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -432,7 +432,7 @@ def test_a_manager_that_leads_no_more_ends_no_engine_that_it_has_taken_out() -> 
     run(scenario, data=2)
 
 
-def test_a_member_that_was_not_placed_is_taken_out() -> None:
+def test_a_member_without_a_placement_is_removed() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.coordinator.join([Member(7, ChannelAddress("m", "i", "t"))])
@@ -464,7 +464,7 @@ def test_only_the_manager_that_leads_pauses_and_resumes(stepped_down, pauses) ->
     run(scenario)
 
 
-def test_a_manager_that_has_not_seen_its_successor_ends_nothing_that_starts() -> None:
+def test_a_manager_unaware_of_its_successor_stops_no_starting_engine() -> None:
     """The successor waits for the starting engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -495,7 +495,7 @@ async def drain(manager: ClusterManager) -> None:
 
 
 @pytest.mark.parametrize("request_change", [scale, drain])
-def test_a_manager_that_has_stepped_down_refuses_changes(request_change) -> None:
+def test_a_manager_that_stepped_down_refuses_changes(request_change) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first, harness.manager = harness.manager, harness.another()

@@ -73,7 +73,7 @@ def test_without_room_for_an_extra_engine_one_leaves_first() -> None:
     run(scenario, data=2)
 
 
-def test_one_engine_is_not_replaced_without_room_beside_it() -> None:
+def test_a_single_engine_is_not_replaced_without_room_for_an_extra_one() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.capacity = 1
@@ -119,7 +119,7 @@ def test_a_version_whose_later_engines_do_not_start_is_rolled_back_too() -> None
     run(scenario, data=2)
 
 
-def test_what_nobody_has_room_for_is_refused() -> None:
+def test_an_upgrade_without_room_anywhere_is_refused() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.room = 1
@@ -135,7 +135,7 @@ def test_what_nobody_has_room_for_is_refused() -> None:
     run(scenario, data=2)
 
 
-def test_the_successor_of_a_manager_goes_on() -> None:
+def test_the_next_manager_continues_an_upgrade() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.upgrade("other")
@@ -150,7 +150,7 @@ def test_the_successor_of_a_manager_goes_on() -> None:
     run(scenario, data=3)
 
 
-def test_the_last_engine_of_a_version_ends_when_nobody_needs_it() -> None:
+def test_the_last_engine_of_a_version_stops_when_no_answer_needs_it() -> None:
     """The drain timeout does not apply to this engine, for any of its reports."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -172,7 +172,7 @@ def test_the_last_engine_of_a_version_ends_when_nobody_needs_it() -> None:
     run(scenario)
 
 
-def test_an_engine_of_a_version_that_is_needed_is_made_again() -> None:
+def test_an_engine_of_a_needed_version_is_started_again() -> None:
     """The last engine of the old version dies while an answer still needs it."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -198,7 +198,7 @@ def test_an_engine_of_a_version_that_is_needed_is_made_again() -> None:
     run(scenario)
 
 
-def test_an_application_that_is_deployed_again_is_upgraded() -> None:
+def test_a_redeployed_application_is_upgraded() -> None:
     """The cluster keeps serving. A configuration that does not become ready is rolled back."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -239,7 +239,7 @@ def test_a_configuration_that_never_served_is_replaced_outright() -> None:
 
 
 @pytest.mark.parametrize("survivors", [0, 1])
-def test_an_upgrade_replaces_a_version_that_does_not_start_any_more(survivors: int) -> None:
+def test_an_upgrade_replaces_a_version_that_no_longer_starts(survivors: int) -> None:
     """The weights of the old version are gone, and its engines have died."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -256,7 +256,7 @@ def test_an_upgrade_replaces_a_version_that_does_not_start_any_more(survivors: i
     run(scenario, data=2)
 
 
-def test_an_upgrade_in_place_goes_on_with_one_engine() -> None:
+def test_an_upgrade_in_place_continues_with_one_engine() -> None:
     """The operator reduces the target meanwhile, which frees room for the next engine."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -294,7 +294,7 @@ def test_an_engine_that_died_has_one_successor_though_answers_need_its_version()
     run(scenario)
 
 
-def test_the_successor_of_a_manager_waits_for_the_extra_engine() -> None:
+def test_the_next_manager_waits_for_the_extra_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.upgrade("other")

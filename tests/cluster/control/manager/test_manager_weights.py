@@ -28,7 +28,7 @@ def processes(harness: ManagerHarness) -> set[str]:
 
 
 @pytest.mark.parametrize("data", [1, 2, 5])
-def test_every_engine_keeps_its_process_and_its_room(data: int) -> None:
+def test_every_engine_keeps_its_process_and_its_placement_group(data: int) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.capacity = data
@@ -76,7 +76,7 @@ def test_weights_that_a_later_engine_refuses_are_taken_back_from_the_others() ->
     run(scenario, data=3)
 
 
-def test_the_last_engine_of_a_version_ends_the_answers_of_that_version_first() -> None:
+def test_the_last_engine_of_a_version_finishes_its_answers_first() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[0] = harness.coordinator.reports[1] = busy(0)
@@ -110,7 +110,7 @@ def test_the_only_engine_keeps_its_answers() -> None:
     run(scenario, drain_timeout_s=10)
 
 
-def test_an_update_is_cancelled_by_the_weights_before() -> None:
+def test_returning_to_the_previous_weights_cancels_an_update() -> None:
     """The old weights are recognized by their folder, because `model.device` may have been resolved
     since."""
 
@@ -130,7 +130,7 @@ def test_an_update_is_cancelled_by_the_weights_before() -> None:
     run(scenario, data=3)
 
 
-def test_one_that_leaves_for_weights_that_are_not_wanted_any_more_is_kept() -> None:
+def test_an_engine_that_leaves_for_obsolete_weights_is_kept() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[0], harness.coordinator.needed = busy(0), {FIRST}
@@ -143,7 +143,7 @@ def test_one_that_leaves_for_weights_that_are_not_wanted_any_more_is_kept() -> N
     run(scenario)
 
 
-def test_hundreds_of_updates_leave_engines_that_a_successor_knows() -> None:
+def test_a_new_manager_knows_the_engines_after_hundreds_of_updates() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)
@@ -159,7 +159,7 @@ def test_hundreds_of_updates_leave_engines_that_a_successor_knows() -> None:
 
 
 @pytest.mark.parametrize("later_s", [0.0, 0.3, RELOAD_S / 2, 1.5 * RELOAD_S, 2.5 * RELOAD_S])
-def test_a_successor_goes_on_in_every_phase(later_s: float) -> None:
+def test_a_new_manager_continues_in_every_phase(later_s: float) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)
@@ -174,7 +174,7 @@ def test_a_successor_goes_on_in_every_phase(later_s: float) -> None:
     run(scenario, data=3)
 
 
-def test_a_successor_goes_on_with_a_drain() -> None:
+def test_a_new_manager_continues_a_drain() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)
@@ -190,7 +190,7 @@ def test_a_successor_goes_on_with_a_drain() -> None:
     run(scenario, data=2, drain_timeout_s=600)
 
 
-def test_a_successor_finds_an_engine_that_has_left_and_got_nothing_yet() -> None:
+def test_a_new_manager_finds_an_engine_that_left_and_has_not_reloaded() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         def has_left() -> bool:
             handles = harness.manager._fleet.starting.values()
@@ -211,7 +211,7 @@ def test_a_successor_finds_an_engine_that_has_left_and_got_nothing_yet() -> None
     run(scenario, data=3)
 
 
-def test_a_successor_knows_drains_of_the_engines_that_these_were() -> None:
+def test_a_new_manager_matches_drains_with_reloaded_engines() -> None:
     """The GCS was away, so the last checkpoint was written before the update finished."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -241,7 +241,7 @@ def test_a_successor_knows_drains_of_the_engines_that_these_were() -> None:
     run(scenario, data=2, drain_timeout_s=600)
 
 
-def test_a_coordinator_that_was_restarted_takes_an_engine_for_what_it_was() -> None:
+def test_a_restarted_coordinator_removes_the_earlier_identity_of_a_reloaded_engine() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before, coordinator = processes(harness), harness.coordinator
@@ -258,7 +258,7 @@ def test_a_coordinator_that_was_restarted_takes_an_engine_for_what_it_was() -> N
     run(scenario, data=3)
 
 
-def test_weights_before_that_cannot_be_read_again_are_started_anew() -> None:
+def test_engines_restart_if_the_previous_weights_cannot_be_read_again() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)
@@ -272,7 +272,7 @@ def test_weights_before_that_cannot_be_read_again_are_started_anew() -> None:
     run(scenario, data=3)
 
 
-def test_versions_that_engines_are_on_their_way_to_are_not_forgotten() -> None:
+def test_versions_that_engines_are_loading_are_not_forgotten() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)
@@ -289,7 +289,7 @@ def test_versions_that_engines_are_on_their_way_to_are_not_forgotten() -> None:
     run(scenario, data=2)
 
 
-def test_an_update_every_few_seconds_does_not_keep_engines_from_any() -> None:
+def test_frequent_updates_do_not_starve_each_other() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports.update({rank: busy(rank) for rank in range(3)})
@@ -304,7 +304,7 @@ def test_an_update_every_few_seconds_does_not_keep_engines_from_any() -> None:
     run(scenario, data=3, drain_timeout_s=10)
 
 
-def test_engines_that_are_put_to_sleep_meanwhile_read_nothing() -> None:
+def test_engines_put_to_sleep_during_an_update_read_nothing() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.update_weights("step")
@@ -319,7 +319,7 @@ def test_engines_that_are_put_to_sleep_meanwhile_read_nothing() -> None:
     run(scenario, data=4, drain_timeout_s=5)
 
 
-def test_an_engine_whose_host_goes_away_meanwhile_is_moved() -> None:
+def test_an_engine_whose_host_is_drained_during_an_update_is_moved() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.nodes = {1: "spot"}
         await harness.start()
@@ -337,7 +337,7 @@ def test_an_engine_whose_host_goes_away_meanwhile_is_moved() -> None:
     run(scenario, data=2, drain_timeout_s=600)
 
 
-def test_weights_for_another_configuration_than_the_wanted_one_are_refused() -> None:
+def test_weights_for_another_configuration_than_the_target_are_refused() -> None:
     """An upgrade was requested while the files were read."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -357,7 +357,7 @@ def test_weights_for_another_configuration_than_the_wanted_one_are_refused() -> 
     run(scenario, data=2)
 
 
-def test_an_engine_that_dies_meanwhile_is_replaced() -> None:
+def test_an_engine_that_dies_during_an_update_is_replaced() -> None:
     """The replacement has the version that served before. The update continues."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -372,7 +372,7 @@ def test_an_engine_that_dies_meanwhile_is_replaced() -> None:
     run(scenario, data=3)
 
 
-def test_weights_by_which_engines_die_are_given_up() -> None:
+def test_weights_that_crash_engines_are_abandoned() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         async def end_them() -> None:
             while True:
@@ -392,7 +392,7 @@ def test_weights_by_which_engines_die_are_given_up() -> None:
     run(scenario, data=3)
 
 
-def test_the_number_of_engines_changes_meanwhile() -> None:
+def test_the_number_of_engines_may_change_during_an_update() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         for engines in (1, 4, 2):
@@ -406,7 +406,7 @@ def test_the_number_of_engines_changes_meanwhile() -> None:
     run(scenario, data=3)
 
 
-def test_an_engine_that_gets_weights_is_not_drained() -> None:
+def test_an_engine_that_reloads_is_not_drained() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.coordinator.reports[1] = busy(1)
@@ -420,7 +420,7 @@ def test_an_engine_that_gets_weights_is_not_drained() -> None:
     run(scenario, data=2, drain_timeout_s=600)
 
 
-def test_engines_of_an_upgrade_before_are_replaced_and_the_others_get_weights() -> None:
+def test_an_update_replaces_engines_of_an_earlier_upgrade_and_reloads_the_others() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         first = processes(harness)

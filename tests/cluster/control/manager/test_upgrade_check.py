@@ -51,7 +51,7 @@ def settings(model: Path, **keys: Any) -> dict[str, Any]:
     return found
 
 
-def test_weights_and_limits_change_and_all_else_stays(model: Path, tmp_path: Path) -> None:
+def test_an_upgrade_changes_only_weights_and_limits(model: Path, tmp_path: Path) -> None:
     other = make_model(tmp_path / "other")
     running = configured(
         model, model__device="cpu", serve__port=7, cluster__min_engines=2, parallel__data=2
@@ -66,7 +66,7 @@ def test_weights_and_limits_change_and_all_else_stays(model: Path, tmp_path: Pat
     assert cluster_id_of(merged) == cluster_id_of(running)
 
 
-def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
+def test_an_unwritten_default_is_not_a_requested_change(model: Path) -> None:
     running = configured(model, serve__port=7, cluster__max_engines=3)
     wanted = {"model": {"path": str(model), "load_format": "dummy"}, "serve": {"host": "::"}}
     merged, kept = upgraded(running, wanted)
@@ -75,7 +75,7 @@ def test_a_default_that_nobody_has_written_is_no_wish(model: Path) -> None:
 
 @pytest.mark.parametrize("was", ["auto", "cpu"])
 @pytest.mark.parametrize("wanted", ["auto", "cpu"])
-def test_the_configuration_that_runs_is_refused_however_it_was_given(
+def test_the_running_configuration_is_refused_in_every_form(
     model: Path, was: str, wanted: str
 ) -> None:
     """The manager stores the configuration with the resolved device, and under its hash as
@@ -109,7 +109,7 @@ def test_the_configuration_that_runs_is_refused_however_it_was_given(
         ({"model__load_format": "auto"}, "has no weights"),
     ],
 )
-def test_what_ingresses_use_is_refused_by_name(
+def test_keys_that_ingresses_use_are_refused_by_name(
     model: Path, keys: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(UpgradeRefused, match=text):
@@ -143,7 +143,7 @@ def test_another_hidden_size_is_refused_where_prompts_are_embeddings(
     assert upgraded(configured(model), settings(other))[0].model.path == str(other)
 
 
-def test_what_cannot_be_read_is_refused(model: Path) -> None:
+def test_unreadable_configurations_are_refused(model: Path) -> None:
     with pytest.raises(UpgradeRefused, match="is not an absolute path"):
         upgraded(configured(model), settings(Path("owner/name")))
     with pytest.raises(UpgradeRefused, match=r"unknown key 'model\.wight'"):
@@ -167,7 +167,7 @@ def test_other_limits_of_engines_that_share_experts_are_refused_with_the_way_out
         assert part in str(refused.value)
 
 
-def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(
+def test_an_ingress_reads_the_running_model_and_keeps_the_deployed_name(
     model: Path, tmp_path: Path
 ) -> None:
     other = make_model(tmp_path / "other")
@@ -176,7 +176,7 @@ def test_an_ingress_reads_the_model_that_runs_under_the_name_that_was_deployed(
     assert merged.serve.port == 7
 
 
-def test_what_only_ingresses_read_of_the_model_is_as_it_was_deployed(model: Path) -> None:
+def test_model_keys_that_only_ingresses_read_keep_their_deployed_values(model: Path) -> None:
     """A redeployment through Serve changes such keys without new engines."""
     before = configured(model)
     after = configured(model, model__special_tokens_in_text="control")
@@ -208,7 +208,7 @@ def spoil(path: Path, how: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("how", ["a fifo", "a device", "huge"])
-def test_files_that_have_no_end_are_refused_and_not_read(
+def test_endless_files_are_refused_and_not_read(
     model: Path, tmp_path: Path, name: str, how: str
 ) -> None:
     """A manager that reads such a file would hang or run out of memory."""
@@ -226,7 +226,7 @@ def test_files_that_have_no_end_are_refused_and_not_read(
 
 
 @pytest.mark.parametrize("path", ["other", "./other", "other/sub", "../other"])
-def test_a_relative_path_is_refused_wherever_the_manager_runs(
+def test_a_relative_path_is_refused_in_every_working_directory(
     model: Path, tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A relative path would mean another folder on each host."""
@@ -244,7 +244,7 @@ def test_a_relative_path_is_refused_wherever_the_manager_runs(
             upgraded(configured(model), merged)
 
 
-def test_the_hub_id_that_runs_may_stay() -> None:
+def test_the_running_hub_id_may_stay() -> None:
     running = load({"model": {"path": "owner/name", "generation_config": "none"}})
     wanted = {"model": {"path": "owner/name", "generation_config": "none"}}
     wanted["model"]["dtype"] = "float32"
@@ -252,7 +252,7 @@ def test_the_hub_id_that_runs_may_stay() -> None:
     assert merged.model.path == "owner/name" and merged.model.dtype == "float32"
 
 
-def test_files_that_hang_hold_up_neither_the_manager_nor_other_upgrades(model: Path) -> None:
+def test_hanging_files_delay_neither_the_manager_nor_other_upgrades(model: Path) -> None:
     running, released = configured(model), threading.Event()
 
     def hang(config: Config, _wanted: Any) -> tuple[Config, list[str]]:
@@ -288,7 +288,7 @@ BAD_FOLDERS: dict[str, tuple[dict[str, str | None], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_FOLDERS)
-def test_a_bad_model_folder_is_refused_by_what_is_wrong_with_it(
+def test_a_bad_model_folder_is_refused_with_its_defect(
     model: Path, tmp_path: Path, name: str
 ) -> None:
     changes, message = BAD_FOLDERS[name]

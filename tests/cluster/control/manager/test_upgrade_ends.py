@@ -44,7 +44,7 @@ async def phases(harness: ManagerHarness) -> list[str]:
     raise AssertionError(f"it does not end: {seen}")
 
 
-def test_an_upgrade_that_was_cancelled_has_not_failed() -> None:
+def test_a_cancelled_upgrade_does_not_count_as_failed() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         with pytest.raises(ScaleRefused, match="already"):
@@ -62,7 +62,7 @@ def test_an_upgrade_that_was_cancelled_has_not_failed() -> None:
     run(scenario, data=2)
 
 
-def test_an_upgrade_that_failed_is_counted_when_it_is_given_up() -> None:
+def test_a_failed_upgrade_is_counted_when_it_is_abandoned() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.capacity = 2
@@ -78,7 +78,7 @@ def test_an_upgrade_that_failed_is_counted_when_it_is_given_up() -> None:
     run(scenario, data=2)
 
 
-def test_what_ended_how_is_known_to_the_next_manager() -> None:
+def test_the_next_manager_keeps_the_outcome_counts() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.upgrade("other")
@@ -90,7 +90,7 @@ def test_what_ended_how_is_known_to_the_next_manager() -> None:
     run(scenario)
 
 
-def test_another_version_replaces_an_upgrade_that_runs() -> None:
+def test_another_version_replaces_a_running_upgrade() -> None:
     """A roll-back returns to the last version that all engines had."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -106,7 +106,7 @@ def test_another_version_replaces_an_upgrade_that_runs() -> None:
     run(scenario, data=3)
 
 
-def test_one_that_replaced_another_and_fails_goes_back_to_what_served_before_both() -> None:
+def test_a_failed_upgrade_that_replaced_another_reverts_to_the_version_before_both() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.placement.broken = {THIRD}
@@ -120,7 +120,7 @@ def test_one_that_replaced_another_and_fails_goes_back_to_what_served_before_bot
 
 
 @pytest.mark.parametrize("capacity", [2, 1000])
-def test_a_roll_back_to_weights_that_are_gone_is_tried_ever_more_slowly(capacity: int) -> None:
+def test_a_rollback_to_missing_weights_is_retried_with_growing_delays(capacity: int) -> None:
     """The state shows the retries. Another version is a way out."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -148,7 +148,7 @@ def test_a_roll_back_to_weights_that_are_gone_is_tried_ever_more_slowly(capacity
     run(scenario, data=2)
 
 
-def test_a_roll_back_of_the_only_engine_needs_no_room_beside_it() -> None:
+def test_a_rollback_of_the_only_engine_needs_no_extra_room() -> None:
     """A host was lost meanwhile. The cancelled version serves until its answers have finished, then
     the other version takes its place."""
 
@@ -165,7 +165,7 @@ def test_a_roll_back_of_the_only_engine_needs_no_room_beside_it() -> None:
 
 
 @pytest.mark.parametrize("stage", ["rolling back", "cancelling"])
-def test_who_goes_back_may_go_forth_again(stage: str) -> None:
+def test_a_rollback_can_be_followed_by_the_same_upgrade(stage: str) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         await harness.upgrade("other")
@@ -183,7 +183,7 @@ def test_who_goes_back_may_go_forth_again(stage: str) -> None:
     run(scenario, data=2)
 
 
-def test_versions_in_use_are_remembered_however_many_are_requested() -> None:
+def test_versions_in_use_are_kept_after_any_number_of_requests() -> None:
     """An engine of the first version finishes an answer. The next manager adopts it."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -205,7 +205,7 @@ def test_versions_in_use_are_remembered_however_many_are_requested() -> None:
     run(scenario)
 
 
-def test_versions_in_use_are_remembered_however_often_the_application_is_deployed() -> None:
+def test_versions_in_use_are_kept_after_any_number_of_deployments() -> None:
     """An engine of the first version finishes an answer meanwhile."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -232,7 +232,7 @@ def requested(state: UpgradeState, *hashes: str) -> UpgradeState:
     return state
 
 
-def test_so_many_versions_are_not_in_use_at_once() -> None:
+def test_the_number_of_versions_in_use_is_limited() -> None:
     """The limit does not block an operator who returns to an earlier version."""
     state = take_over(UpgradeRecord(), "one", CONFIG)
     names = [f"{n}-v" for n in range(MAX_VERSIONS)]
@@ -242,7 +242,7 @@ def test_so_many_versions_are_not_in_use_at_once() -> None:
     assert begin(state, "one", CONFIG, names).record.phase == "cancelling"
 
 
-def test_an_application_that_is_deployed_as_before_cancels_an_upgrade() -> None:
+def test_redeploying_the_previous_version_cancels_an_upgrade() -> None:
     state = take_over(UpgradeRecord(), "one", CONFIG)
     state = take_over(state.record, "two", CONFIG)
     assert state.record.phase == "in progress"

@@ -43,7 +43,7 @@ def test_engines_leave_first_only_until_all_are_of_one_version(stage: UpgradeSta
     assert not after.record.in_place and after.record.stage is stage
 
 
-def test_starts_without_room_count_in_a_row() -> None:
+def test_only_consecutive_starts_without_room_count() -> None:
     """Failures before an engine that has started since do not count for the next one."""
     state = UpgradeState(settled(stage=UpgradeStage.IN_PROGRESS, in_place=True), no_room=2)
     missing, _ = upgrade_plan.plan(state, serving(TWO), 2, (), 0.0)
@@ -52,7 +52,7 @@ def test_starts_without_room_count_in_a_row() -> None:
     assert whole.no_room == 0
 
 
-def test_a_request_that_is_not_stored_leaves_no_trace() -> None:
+def test_an_upgrade_request_that_is_not_stored_leaves_no_trace() -> None:
     """Ray's GCS takes the checkpoint but answers late. The next manager must not find it."""
 
     async def scenario(harness: ManagerHarness) -> None:

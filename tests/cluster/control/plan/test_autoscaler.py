@@ -119,7 +119,7 @@ def test_a_day_is_followed_in_few_steps() -> None:
 
 
 @pytest.mark.parametrize("period_s", [8, 40, 120, 400, 700, 1200, 2400])
-def test_a_load_that_flaps_does_not_flap_the_cluster(period_s: int) -> None:
+def test_a_fluctuating_load_does_not_flap_the_cluster(period_s: int) -> None:
     """A change costs more than the engines that it saves, so a load that soon returns keeps its
     engines."""
 
@@ -133,7 +133,7 @@ def test_a_load_that_flaps_does_not_flap_the_cluster(period_s: int) -> None:
     assert half == [], "it comes to rest"
 
 
-def test_a_load_that_comes_back_much_later_is_given_engines_anew_each_time() -> None:
+def test_a_load_that_returns_much_later_grows_the_cluster_again() -> None:
     def rate(now: float) -> float:
         return 3.0 * RATE if now % (6 * HOUR_S) < HOUR_S else 0.0
 
@@ -143,7 +143,7 @@ def test_a_load_that_comes_back_much_later_is_given_engines_anew_each_time() -> 
 
 @settings(max_examples=25)
 @given(st.floats(0.0, 1.2 * MAX), st.integers(MIN, MAX))
-def test_a_constant_load_comes_to_rest(load: float, target: int) -> None:
+def test_a_constant_load_reaches_a_constant_size(load: float, target: int) -> None:
     run = Run(lambda _: load * RATE, target=target).until(3 * HOUR_S)
     assert len(run.directions) <= 2
     assert all(decision.at < 1.5 * HOUR_S for decision in run.decisions)
@@ -159,7 +159,7 @@ _PIECES = st.lists(
 
 @settings(max_examples=60)
 @given(_PIECES, st.integers(MIN, MAX))
-def test_laws_of_every_trace(pieces: list[tuple[float, float]], target: int) -> None:
+def test_every_trace_keeps_the_laws(pieces: list[tuple[float, float]], target: int) -> None:
     ends: list[tuple[float, float]] = []
     for length_s, load in pieces:
         ends.append(((ends[-1][0] if ends else 0.0) + length_s, load * RATE))
@@ -200,26 +200,26 @@ def test_laws_of_every_trace(pieces: list[tuple[float, float]], target: int) -> 
         (Load(1), 1, "can handle"),
     ],
 )
-def test_what_one_load_wants(load: Load, engines: int, reason: str) -> None:
+def test_a_load_determines_the_recommended_engines(load: Load, engines: int, reason: str) -> None:
     config = AutoscalingConfig(enabled=True, ttft_s=0.4)
     found = recommend(load, load.engines, config, ROWS)
     assert found.engines == engines and reason in found.reason
 
 
-def test_newcomers_that_are_not_there_yet_are_not_wanted_twice() -> None:
+def test_starting_engines_are_not_requested_twice() -> None:
     """Two engines serve, the target is four, and the queue is as long as before."""
     found = recommend(Load(2, 20, 50, 30.0), 4, CONFIG, ROWS)
     assert found.engines == 4
 
 
-def test_a_growth_that_waits_for_a_host_is_taken_back_when_the_load_is_gone() -> None:
+def test_a_pending_growth_is_cancelled_when_the_load_falls() -> None:
     policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
     decisions = [policy.observe(Load(1), 4, tick * TICK_S) for tick in range(160)]
     [decision] = filter(None, decisions)
     assert decision.engines == 1 and decision.at >= CONFIG.shrink_after_s
 
 
-def test_what_an_operator_wants_begins_both_times_anew() -> None:
+def test_a_scale_by_an_operator_restarts_both_delays() -> None:
     policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
     busy = Load(2, 20, 50, 30.0)
     for tick in range(5):
@@ -230,7 +230,7 @@ def test_what_an_operator_wants_begins_both_times_anew() -> None:
     assert later[-1] is not None and later[-1].engines == 4
 
 
-def test_nothing_is_decided_from_what_was_before_a_gap() -> None:
+def test_observations_before_a_gap_are_ignored() -> None:
     """The coordinator was away. Ten seconds of load before the gap and one observation after it do
     not count as a minute of load."""
     policy = Autoscaler(CONFIG, MIN, MAX, ROWS)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from swell.cluster.control.plan.backoff import EARLY_DEATH_S, MAX_DEATHS, MAX_FAILURES, Backoff
 
 
-def test_waits_double_from_nothing() -> None:
+def test_waits_start_at_zero_and_double() -> None:
     backoff, waits = Backoff(), []
     for _ in range(8):
         backoff = backoff.failed(0, 100.0)
@@ -39,7 +39,7 @@ def test_engines_that_die_early_are_reported_although_each_start_succeeds() -> N
     assert backoff.worst_missing_engine([0], 10.0 * MAX_DEATHS) is None, "it lives"
 
 
-def test_no_rank_is_ever_given_up_and_waits_have_a_limit() -> None:
+def test_no_rank_is_abandoned_and_waits_have_a_limit() -> None:
     backoff, now, waits = Backoff(), 0.0, []
     for _ in range(5000):
         backoff = backoff.failed(0, now, "no room")
@@ -49,7 +49,7 @@ def test_no_rank_is_ever_given_up_and_waits_have_a_limit() -> None:
     assert waits == sorted(waits) and waits[-1] == max(waits) == 300.0
 
 
-def test_an_engine_that_lived_clears_what_was_before() -> None:
+def test_a_long_lived_engine_clears_earlier_failures() -> None:
     backoff = Backoff()
     for _ in range(MAX_DEATHS):
         backoff = backoff.died(0, 1.0, 0.0)
@@ -77,7 +77,7 @@ def test_failed_starts_are_reported_and_one_success_forgets_them() -> None:
     assert str(backoff.worst_missing_engine([], 9.0)) == "no room (tried 5 times; next try now)"
 
 
-def test_what_cannot_succeed_is_reported_at_once_and_tried_again_all_the_same() -> None:
+def test_permanent_failures_are_reported_at_once_and_still_retried() -> None:
     backoff = Backoff()
     backoff = backoff.failed(0, 0.0, "no such model", permanent=True)
     assert backoff.exhausted(0) and backoff.wait_s(0, 0.0) == 4.0
@@ -86,7 +86,7 @@ def test_what_cannot_succeed_is_reported_at_once_and_tried_again_all_the_same() 
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans(), st.floats(0, 100)), max_size=40))
-def test_ranks_have_nothing_to_do_with_each_other(events) -> None:
+def test_ranks_are_independent(events) -> None:
     """The decisions for one rank do not depend on events of other ranks."""
     together, alone, now = Backoff(), Backoff(), 0.0
     for rank, dies, lived_s in events:

@@ -110,7 +110,7 @@ RULES = {
 }  # fmt: skip
 
 
-def test_a_request_waits_while_all_room_is_for_another_engine() -> None:
+def test_a_request_waits_while_all_room_is_reserved() -> None:
     """When the starts begin, they still belong to the requested change."""
     limits = load({"model": {"path": "m"}}).cluster
     state = control_state.initial(load({"model": {"path": "m"}}))
@@ -123,7 +123,7 @@ def test_a_request_waits_while_all_room_is_for_another_engine() -> None:
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_every_order_of_events_ends_with_what_was_requested_last(name: str) -> None:
+def test_every_order_of_events_ends_in_the_last_requested_state(name: str) -> None:
     assert explore(BOUNDS[name]) > 300
 
 

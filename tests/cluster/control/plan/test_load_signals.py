@@ -33,7 +33,7 @@ def observe(series: LoadSeries, now: float, waiting: int, started: int) -> Load:
     return load
 
 
-def test_what_waits_is_divided_by_the_rate_of_starts() -> None:
+def test_the_queue_time_is_the_queue_divided_by_the_start_rate() -> None:
     series = LoadSeries()
     for tick in range(6):
         load = observe(series, 2.0 * tick, 30, 10 * tick)
@@ -41,14 +41,14 @@ def test_what_waits_is_divided_by_the_rate_of_starts() -> None:
     assert load.drained_s == math.inf, "it becomes no less"
 
 
-def test_a_queue_that_falls_has_a_time_until_it_is_empty() -> None:
+def test_a_shrinking_queue_has_a_time_until_it_is_empty() -> None:
     series = LoadSeries()
     for tick, waiting in enumerate((50, 40, 30)):
         load = observe(series, 2.0 * tick, waiting, 10 * tick)
     assert load.drained_s == pytest.approx(30 / 5.0)
 
 
-def test_where_nothing_starts_each_waits_for_long() -> None:
+def test_without_starts_the_queue_time_is_long() -> None:
     series = LoadSeries()
     assert observe(series, 0.0, 0, 7).queue_s == 0.0
     assert observe(series, 2.0, 3, 7).queue_s == 30.0
@@ -77,7 +77,7 @@ def test_first_tokens_of_the_last_seconds_count() -> None:
     assert load is not None and load.ttft_s is None, "nobody asks any more"
 
 
-def test_a_coordinator_that_was_restarted_does_not_make_it_negative() -> None:
+def test_a_restarted_coordinator_causes_no_negative_counts() -> None:
     series = LoadSeries()
     series.observe(view(EngineReport(0)), counts(*[0.3] * 100), [0], 0.0)
     series.observe(view(EngineReport(0)), counts(*[0.3] * 20), [0], 2.0)

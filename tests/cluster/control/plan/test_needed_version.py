@@ -119,7 +119,7 @@ async def is_whole(harness: ManagerHarness, version: str, engines: int) -> None:
 
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("engines", [2, 3])
-def test_one_engine_gives_way_and_comes_back(engines: int, sends: bool) -> None:
+def test_one_engine_is_replaced_by_the_needed_version_and_restored(engines: int, sends: bool) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
         ingress.sends = sends
@@ -172,7 +172,7 @@ def test_several_versions_take_turns(engines: int, room: int, sends: bool) -> No
 
 
 @pytest.mark.parametrize("waits_for_room", [False, True])
-def test_it_goes_before_engines_that_are_missing_for_lack_of_room(waits_for_room: bool) -> None:
+def test_a_needed_version_precedes_engines_that_lack_room(waits_for_room: bool) -> None:
     """The target is three, there is room for two, and the third engine is retried or waits."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -194,7 +194,7 @@ def test_it_goes_before_engines_that_are_missing_for_lack_of_room(waits_for_room
     run(scenario, data=3, drain_timeout_s=5)
 
 
-def test_an_engine_that_starts_gives_way_before_one_that_serves() -> None:
+def test_a_starting_engine_is_removed_before_a_serving_one() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
         harness.placement.slow_s = dict.fromkeys(range(4), 500.0)
@@ -210,7 +210,7 @@ def test_an_engine_that_starts_gives_way_before_one_that_serves() -> None:
     run(scenario, data=2, drain_timeout_s=5)
 
 
-def test_an_engine_that_gave_way_in_vain_is_kept() -> None:
+def test_an_engine_is_kept_if_its_room_is_no_longer_needed() -> None:
     """The client of the other answer gives up before its turn has come."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -229,7 +229,7 @@ def test_an_engine_that_gave_way_in_vain_is_kept() -> None:
 
 @pytest.mark.parametrize("change", ["scale 1", "lose manager", "drain", "kill"])
 @pytest.mark.parametrize("after_s", [1.0, 12.0, 25.0])
-def test_other_changes_meanwhile_lose_nothing(change: str, after_s: float) -> None:
+def test_concurrent_changes_lose_nothing(change: str, after_s: float) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
         answer, engines = ingress.begin(OLD, 30.0), 3
@@ -279,7 +279,7 @@ def test_a_version_that_does_not_start_delays_no_other() -> None:
 
 
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_larger_version_gets_the_room_of_several(sends: bool) -> None:
+def test_a_larger_version_uses_the_room_of_several_engines(sends: bool) -> None:
     """The larger engine does not fit into the room of one engine, so the next one gives way too."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -331,19 +331,19 @@ def waiting(rank: int, version: Version) -> EngineStatus:
     )
 
 
-def test_who_waits_for_room_in_vain_is_cancelled() -> None:
+def test_an_unneeded_engine_that_waits_for_room_is_cancelled() -> None:
     """The answer has finished, and its version happens to be the target version."""
     fleet = serving(0, THREE), serving(1, TWO), serving(2, TWO), waiting(3, THREE)
     assert decide(*fleet, needed=None).cancel == (3,)
 
 
-def test_an_engine_whose_own_answers_must_end_first_is_not_waited_for() -> None:
+def test_a_needed_version_does_not_wait_for_an_engine_with_its_own_answers() -> None:
     """Another engine can give way at once."""
     held = serving(2, TWO, Intent.DRAIN)
     found = decide(serving(0, THREE), serving(1, THREE), held, waiting(3, ONE), needed=ONE)
     assert found.gives_way == 1 and found.takes_place == 3 and 2 in found.held
 
 
-def test_the_last_engine_of_the_wanted_version_gives_way_last() -> None:
+def test_the_last_engine_of_the_target_version_is_removed_last() -> None:
     found = decide(serving(0, THREE), serving(1, TWO), waiting(3, ONE), needed=ONE)
     assert found.gives_way == 1

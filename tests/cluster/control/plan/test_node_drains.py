@@ -24,7 +24,7 @@ def plan(*engines: EngineStatus, left_s: float, target: int = 2) -> Moves:
     return plan_moves(FleetView(engines), target, {"spot": left_s}, DRAIN_S)
 
 
-def test_a_notice_lets_an_engine_serve_until_its_replacement_does() -> None:
+def test_an_engine_on_a_draining_host_serves_until_its_replacement_does() -> None:
     here, moved = serving(0, "spot"), serving(0, "spot", Intent.MOVE)
     other, new = serving(1, "kept"), serving(2, "kept")
     starting = EngineStatus(2, Place.STARTING)
@@ -46,7 +46,7 @@ def test_the_only_engine_serves_until_the_end() -> None:
     assert plan(moved, left_s=HANDOVER_S, target=1) == Moves(leave={0: 0.0})
 
 
-def test_without_a_deadline_it_waits_for_its_replacement_for_good() -> None:
+def test_without_a_deadline_the_wait_for_a_replacement_is_unlimited() -> None:
     moved, other = serving(0, "spot", Intent.MOVE), serving(1, "kept")
     assert plan(moved, other, left_s=math.inf) == Moves()
     assert plan(moved, other, left_s=math.inf, target=1) == Moves(leave={0: DRAIN_S})
@@ -63,7 +63,7 @@ _ENGINES = st.lists(
 
 
 @given(_ENGINES, st.integers(1, 4), st.floats(0.0, 200.0))
-def test_laws_of_every_plan(parts: list, target: int, left_s: float) -> None:
+def test_every_plan_keeps_the_laws(parts: list, target: int, left_s: float) -> None:
     engines = [
         EngineStatus(rank, place, intent, node=node)
         for rank, (node, intent, place) in enumerate(parts)
@@ -90,7 +90,7 @@ def test_laws_of_every_plan(parts: list, target: int, left_s: float) -> None:
 # -------------------------------------------------------------------------------- the manager
 
 
-def test_the_manager_replaces_an_engine_before_its_host_goes() -> None:
+def test_the_manager_replaces_an_engine_before_its_host_is_removed() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.nodes = {1: "spot"}
         await harness.start()
@@ -128,7 +128,7 @@ def test_an_engine_that_finds_no_other_host_leaves_with_its_own() -> None:
     run(scenario, data=2)
 
 
-def test_a_notice_that_is_withdrawn_leaves_as_many_engines_as_are_wanted() -> None:
+def test_a_withdrawn_notice_leaves_the_target_number_of_engines() -> None:
     """Ray's GCS was restarted and no longer knows the notice."""
 
     async def scenario(harness: ManagerHarness) -> None:
@@ -145,7 +145,7 @@ def test_a_notice_that_is_withdrawn_leaves_as_many_engines_as_are_wanted() -> No
     run(scenario, data=2)
 
 
-def test_after_it_an_engine_that_was_replaced_leaves() -> None:
+def test_a_replaced_engine_leaves_after_the_notice() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         harness.placement.nodes = {0: "spot"}
         await harness.start()

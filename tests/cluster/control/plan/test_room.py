@@ -25,7 +25,7 @@ def test_a_bundle_is_a_stage_and_its_tensor_ranks_share_a_host() -> None:
     ("parts", "gpus"),
     [({}, 1.0), ({"parallel__tensor": 2}, 0.0), ({"parallel__executor": "ray"}, 0.0)],
 )
-def test_the_gpus_of_workers_that_are_threads_belong_to_their_engine(
+def test_gpus_of_worker_threads_belong_to_their_engine(
     parts: dict[str, object], gpus: float
 ) -> None:
     assert gpus_of_process(config(model__device="cuda", **parts)) == gpus
@@ -45,7 +45,7 @@ def test_room_is_counted_in_whole_bundles_of_a_host() -> None:
     )
 
 
-def test_auto_is_cuda_where_a_host_has_a_gpu() -> None:
+def test_auto_means_cuda_if_a_host_has_a_gpu() -> None:
     assert resolve_device(config(), {"CPU": 4.0}).model.device == "cpu"
     assert resolve_device(config(), {"GPU": 1.0}).model.device == "cuda"
     assert resolve_device(config(model__device="cpu"), {"GPU": 1.0}).model.device == "cpu"

@@ -64,7 +64,7 @@ def run() -> Callable[[Scenario], None]:
     return lambda scenario: asyncio.run(whole(scenario))
 
 
-def test_the_manager_that_took_over_last_leads(run) -> None:
+def test_the_most_recent_manager_leads(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
         assert (
@@ -100,7 +100,7 @@ def test_a_write_of_an_earlier_manager_that_arrives_late_changes_nothing(run) ->
     run(scenario)
 
 
-def test_managers_that_take_over_at_once_have_one_leader(run) -> None:
+def test_concurrent_takeovers_have_one_leader(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         managers = [writer(ray) for _ in range(5)]
         await asyncio.gather(*(save(manager, n) for n, manager in enumerate(managers, 1)))
@@ -111,7 +111,7 @@ def test_managers_that_take_over_at_once_have_one_leader(run) -> None:
     run(scenario)
 
 
-def test_applications_are_apart_and_are_forgotten_whole(run) -> None:
+def test_applications_are_separate_and_deleted_completely(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         manager, other = writer(ray), CheckpointStore("swell-app-2", CLUSTER_ID, ray)
         await save(manager, 2)

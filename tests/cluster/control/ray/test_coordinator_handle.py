@@ -96,7 +96,7 @@ class SlowActor(FakeRay):
 
 @pytest.mark.parametrize("callers", [1, 5])
 @pytest.mark.parametrize("start_s", [0.0, 2.0, 11.0, 40.0, 150.0, 290.0])
-def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
+def test_a_slow_successor_is_not_killed_forever(
     start_s: float, callers: int
 ) -> None:
     """A successor that starts within `start_timeout_s` answers all callers, however many wait for
@@ -126,7 +126,7 @@ def test_a_successor_that_takes_long_to_start_is_not_killed_for_ever(
         loop.close()
 
 
-def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> None:
+def test_a_coordinator_that_hangs_after_a_recovery_is_killed_as_early_as_the_first() -> None:
     """A recovered coordinator no longer counts as a starting successor, so each hang is ended by
     one kill."""
 
@@ -152,7 +152,7 @@ def test_one_that_hangs_after_a_recovery_is_killed_as_soon_as_the_first() -> Non
         loop.close()
 
 
-def test_a_manager_that_does_not_reach_ray_kills_no_coordinator() -> None:
+def test_a_manager_without_a_connection_to_ray_kills_no_coordinator() -> None:
     """The manager may be cut off, and Ray would carry out the kill later."""
 
     async def scenario() -> None:
@@ -229,7 +229,7 @@ class LateActor(FakeRay):
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_task_that_calls_ends_when_it_is_cancelled_as_the_probe_is_answered(turns: int) -> None:
+def test_a_calling_task_ends_if_it_is_cancelled_while_the_probe_is_answered(turns: int) -> None:
     """The task is cancelled `turns` loop iterations after the answer to the probe."""
 
     async def scenario() -> None:

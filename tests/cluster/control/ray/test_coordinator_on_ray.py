@@ -53,7 +53,7 @@ def cluster(running_ray: None) -> RayCluster:
     return RayCluster(CONFIG)
 
 
-def test_a_coordinator_is_at_its_interface_and_in_its_ports_and_is_found(
+def test_a_coordinator_uses_its_interface_and_ports_and_is_found(
     cluster: RayCluster,
 ) -> None:
     async def scenario() -> None:
@@ -72,7 +72,7 @@ def test_a_coordinator_is_at_its_interface_and_in_its_ports_and_is_found(
     asyncio.run(scenario())
 
 
-def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_coordinators(
+def test_a_coordinator_on_another_host_uses_the_coordinator_ports(
     cluster: RayCluster,
 ) -> None:
     """Ray places the coordinator on another host if it does not fit on the manager's host."""
@@ -91,7 +91,7 @@ def test_a_coordinator_on_another_host_than_its_manager_keeps_to_the_ports_of_co
     asyncio.run(scenario())
 
 
-def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: RayCluster) -> None:
+def test_a_recovered_coordinator_is_found_by_many_waiting_callers(cluster: RayCluster) -> None:
     """The coordinator's engines can find it while it waits for them, even with many pending
     calls."""
 
@@ -112,7 +112,7 @@ def test_a_coordinator_that_recovers_is_found_however_many_wait_for_it(cluster: 
     asyncio.run(scenario())
 
 
-def test_calls_that_wait_stop_no_other(cluster: RayCluster) -> None:
+def test_waiting_calls_do_not_block_others(cluster: RayCluster) -> None:
     """The manager always has a pending call that waits for changes."""
 
     async def scenario() -> None:

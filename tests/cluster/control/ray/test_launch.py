@@ -23,7 +23,7 @@ ENGINE = str(EngineName("swell-swell", 0, "0" * 12, "1"))
 
 
 @pytest.mark.parametrize("manager_lives", [True, False])
-def test_what_a_dead_manager_has_left_is_ended(monkeypatch, manager_lives) -> None:
+def test_leftovers_of_a_dead_manager_are_removed(monkeypatch, manager_lives) -> None:
     """If the manager has just died, Serve deletes the application without starting another manager,
     so `swell serve` removes what is left."""
     ray = FakeRay()

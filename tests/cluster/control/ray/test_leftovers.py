@@ -86,7 +86,7 @@ def in_virtual_time(scenario: Any) -> None:
         loop.close()
 
 
-def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> None:
+def test_killing_an_engine_is_retried_with_growing_delays() -> None:
     async def scenario() -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
@@ -110,7 +110,7 @@ def test_an_engine_that_cannot_be_ended_is_ended_later_ever_more_slowly() -> Non
     in_virtual_time(scenario)
 
 
-def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_error_of_ray_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
@@ -133,7 +133,7 @@ def test_whatever_ray_raises_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) 
     in_virtual_time(scenario)
 
 
-def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
+def test_a_cancelled_start_forgets_no_orphan() -> None:
     """The start looks for orphans while the collector waits for its next attempt."""
 
     async def scenario() -> None:
@@ -158,7 +158,7 @@ def test_a_start_that_is_cancelled_forgets_no_stray() -> None:
 
 @pytest.mark.parametrize("what", ["create_group", "create_engine"])
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_is_made_although_nobody_waits_for_it_is_ended(
+def test_actors_and_groups_created_after_their_wait_are_removed(
     monkeypatch: pytest.MonkeyPatch, what: str, cancelled: bool
 ) -> None:
     async def scenario() -> None:
@@ -192,7 +192,7 @@ def test_what_is_made_although_nobody_waits_for_it_is_ended(
     in_virtual_time(scenario)
 
 
-def test_the_state_says_that_the_gcs_is_away_and_when_it_is_asked_again() -> None:
+def test_the_state_reports_an_unavailable_gcs_and_the_next_retry() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         writer = harness.manager._checkpoints
@@ -208,7 +208,7 @@ def test_the_state_says_that_the_gcs_is_away_and_when_it_is_asked_again() -> Non
     run(scenario)
 
 
-def test_the_store_is_asked_ever_more_slowly() -> None:
+def test_the_store_is_polled_with_growing_delays() -> None:
     async def scenario() -> None:
         store, config = FakeCheckpointStore("configuration"), load({"model": {"path": "m"}})
         store.away, reads = True, 0
@@ -236,7 +236,7 @@ async def _always() -> bool:
     return True
 
 
-def test_what_comes_late_is_found_without_a_reason() -> None:
+def test_the_collector_finds_actors_that_appear_later() -> None:
     """A call of a dead manager takes effect after its successor has looked for orphans."""
 
     async def scenario() -> None:
@@ -268,7 +268,7 @@ def test_what_comes_late_is_found_without_a_reason() -> None:
 
 
 @pytest.mark.parametrize("what", ["create_group", "create_engine"])
-def test_what_ray_makes_while_the_application_ends_is_ended_with_it(
+def test_actors_created_during_shutdown_are_killed_with_it(
     monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """No collector is running any more at that time."""

@@ -35,14 +35,14 @@ def raised(cause: Exception) -> RayError:
     return error
 
 
-def test_errors_of_ray_are_ours() -> None:
+def test_errors_of_ray_are_converted() -> None:
     assert type(_translate(ActorDiedError())) is ActorDied
     assert type(_translate(ActorUnavailableError("away", None))) is ActorUnavailable
     assert type(_translate(ObjectLostError("00", None, ""))) is ActorError
     assert type(_translate(raised(ValueError("bad")))) is ActorRaised
 
 
-def test_the_cause_is_what_was_raised_first() -> None:
+def test_the_cause_is_the_first_raised_error() -> None:
     """The start of an engine fails with the error that its worker raised, or with its worker's
     death."""
     for inner in (ValueError("bad"), raised(ValueError("bad"))):

@@ -86,7 +86,7 @@ def test_actors_have_names_in_a_namespace(run) -> None:
     run(scenario)
 
 
-def test_what_a_method_raises_comes_with_its_cause(run) -> None:
+def test_errors_of_a_method_keep_their_cause(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         engine = await cluster.engine("engine")
         with pytest.raises(ActorRaised, match=r"^nothing here$") as caught:
@@ -97,7 +97,7 @@ def test_what_a_method_raises_comes_with_its_cause(run) -> None:
     run(scenario)
 
 
-def test_a_call_is_sent_without_being_awaited_and_is_not_cancelled_with_its_wait(run) -> None:
+def test_a_call_is_sent_without_an_await_and_survives_a_cancelled_wait(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         engine = await cluster.engine("engine")
         assert await cluster.ray.call(engine, "pid"), "it has started"
@@ -131,7 +131,7 @@ def test_an_engine_that_dies_stays_dead_and_leaves_its_group(run) -> None:
     run(scenario)
 
 
-def test_a_killed_name_is_free_at_once_while_its_process_may_last(run) -> None:
+def test_a_killed_name_is_free_although_its_process_may_still_run(run) -> None:
     """The process is suspended and cannot exit by itself."""
 
     async def scenario(cluster: Cluster) -> None:
@@ -152,7 +152,7 @@ def test_a_killed_name_is_free_at_once_while_its_process_may_last(run) -> None:
     run(scenario)
 
 
-def test_a_stopped_process_of_another_host_is_ended_there(run, world) -> None:
+def test_a_stopped_process_of_another_host_is_killed_there(run, world) -> None:
     """Ray would first ask the process to exit, for seconds, while its memory stays in use."""
     node = world.add_host()
 
@@ -170,7 +170,7 @@ def test_a_stopped_process_of_another_host_is_ended_there(run, world) -> None:
     run(scenario)
 
 
-def test_actors_end_with_their_group(run) -> None:
+def test_actors_are_killed_with_their_group(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, engine = cluster.ray, await cluster.engine("engine")
         pid = await ray.call(engine, "pid")
@@ -187,7 +187,7 @@ def test_actors_end_with_their_group(run) -> None:
     run(scenario)
 
 
-def test_an_actor_of_a_group_that_was_removed_never_lives_and_keeps_its_name(run) -> None:
+def test_an_actor_of_a_removed_group_never_starts_and_keeps_its_name(run) -> None:
     """The request to create the actor may arrive late."""
 
     async def scenario(cluster: Cluster) -> None:
@@ -226,7 +226,7 @@ def test_a_coordinator_is_created_once(run) -> None:
 
 
 @pytest.mark.parametrize("killed", ["process", "actor"])
-def test_a_coordinator_is_started_again_and_calls_under_way_run_twice(run, killed) -> None:
+def test_a_coordinator_is_restarted_and_pending_calls_run_twice(run, killed) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, actor = cluster.ray, await cluster.coordinator("coordinator")
         pid, text = await ray.call(actor, "pid"), f"repeated-{killed}"
@@ -247,7 +247,7 @@ def test_a_coordinator_is_started_again_and_calls_under_way_run_twice(run, kille
     run(scenario)
 
 
-def test_a_stopped_coordinator_that_is_killed_is_started_again(run) -> None:
+def test_a_killed_stopped_coordinator_is_restarted(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, actor = cluster.ray, await cluster.coordinator("coordinator")
         pid = await ray.call(actor, "pid")
@@ -263,7 +263,7 @@ def test_a_stopped_coordinator_that_is_killed_is_started_again(run) -> None:
     run(scenario)
 
 
-def test_a_coordinator_that_was_ended_is_not_started_again(run) -> None:
+def test_a_coordinator_that_was_removed_is_not_restarted(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, actor = cluster.ray, await cluster.coordinator("coordinator")
         pid = await ray.call(actor, "pid")
@@ -303,7 +303,7 @@ def test_groups_are_listed_with_their_names_until_they_are_removed(run) -> None:
     run(scenario)
 
 
-def test_a_group_waits_for_its_resources_and_gives_them_back(run) -> None:
+def test_a_group_waits_for_its_resources_and_releases_them(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, all_cpus = cluster.ray, cluster.world.num_cpus
 
@@ -329,7 +329,7 @@ def test_a_group_waits_for_its_resources_and_gives_them_back(run) -> None:
 # -------------------------------------------------------------------------------- keys and values
 
 
-def test_keys_and_values_outlive_their_writer(run) -> None:
+def test_keys_and_values_survive_their_writer(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         ray, prefix = cluster.ray, cluster.namespace.encode()
         one, two = prefix + b":b", prefix + b":a"
@@ -352,7 +352,7 @@ def test_keys_and_values_outlive_their_writer(run) -> None:
 # -------------------------------------------------------------------------------- this host
 
 
-def test_endpoints_differ(run) -> None:
+def test_each_endpoint_is_unique(run) -> None:
     async def scenario(cluster: Cluster) -> None:
         first, second = cluster.ray.new_endpoint(), cluster.ray.new_endpoint()
         assert first.keys.public != second.keys.public
