@@ -42,7 +42,7 @@ def _idle(llm):
     llm.check_idle()
 
 
-def test_chat_answers_what_the_model_knows(llm):
+def test_chat_returns_the_answer_of_the_model(llm):
     records = [json.loads(line) for line in (NANO / "heldout.jsonl").read_text().splitlines()[:80]]
     answers = llm.chat([record["messages"] for record in records], GREEDY)
     texts = [answer.outputs[0].text for answer in answers]
@@ -72,7 +72,7 @@ def test_prompts_of_every_form_answer_in_their_order(llm):
     assert one[0].outputs[0].text == by_text[0].outputs[0].text
 
 
-def test_the_models_defaults_are_those_of_a_call_without_params(tmp_path):
+def test_a_call_without_params_uses_the_models_defaults(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(NANO, folder)
     given = json.loads((folder / "generation_config.json").read_text())
@@ -90,7 +90,7 @@ def test_the_models_defaults_are_those_of_a_call_without_params(tmp_path):
         LLM(str(folder))
 
 
-def test_one_engine_shares_no_experts():
+def test_expert_parallelism_is_refused_for_one_engine():
     with pytest.raises(ConfigError, match=r"^parallel\.expert=true .* set parallel\.expert=false"):
         LLM(f"{NANO}-moe", **{"parallel.expert": True})
 
@@ -111,7 +111,7 @@ def test_a_stop_string_is_not_shown(llm):
     assert (part.text, part.finish_reason, part.stop_reason) == ("3, 4, 5, 6, ", "stop", "7,")
 
 
-def test_each_of_n_answers_is_the_one_of_its_seed(llm):
+def test_each_of_n_answers_follows_its_seed(llm):
     payload = {"temperature": 1.5, "max_tokens": 12, "ignore_eos": True}
     prompts = ["count from 1 to 30", "upper: abcdefgh"]
     answers = llm.generate(prompts, SamplingParams(n=4, seed=7, **payload))
@@ -135,7 +135,7 @@ def test_n_answers_compute_their_prompt_once(llm):
     assert answer.num_cached_tokens == 0
 
 
-def test_the_best_are_kept(llm):
+def test_best_of_keeps_the_best_answers(llm):
     payload = {"temperature": 1.5, "max_tokens": 20, "seed": 3}
     drawn = llm.generate("upper: abc", SamplingParams(n=6, logprobs=0, **payload))[0].outputs
     means = [part.cumulative_logprob / len(part.token_ids) for part in drawn]
@@ -157,7 +157,7 @@ def test_bad_words_are_never_written(llm):
         llm.generate("x", SamplingParams(bad_words=[" "]))
 
 
-def test_if_one_answer_fails_its_siblings_end_with_it(llm, monkeypatch):
+def test_if_one_answer_fails_its_siblings_are_aborted(llm, monkeypatch):
     update, failed = RequestState.update, []
 
     def fail_once(state, output):
@@ -249,7 +249,7 @@ def interrupt_at(line: int, call):
     return False
 
 
-def test_whatever_line_is_interrupted_the_next_call_starts_clean(llm):
+def test_an_interrupt_at_any_line_leaves_a_clean_state(llm):
     payload = SamplingParams(n=2, max_tokens=4, temperature=0, ignore_eos=True)
     prompts = ["upper: abc", "reverse: abc"]
     before = [answer.outputs[1].token_ids for answer in llm.generate(prompts, payload)]
@@ -277,7 +277,7 @@ def test_the_next_call_completes_an_interrupted_cleanup(llm, monkeypatch):
         assert llm.generate("upper: abc", GREEDY)[0].finished
 
 
-def test_a_request_that_the_engine_refuses_takes_its_siblings_with_it(llm, monkeypatch):
+def test_a_request_that_the_engine_refuses_aborts_its_siblings(llm, monkeypatch):
     add, added = llm._engine.core.add_request, []
 
     def refuse_third(request, client):
@@ -304,7 +304,7 @@ def test_a_refused_call_keeps_the_cached_prefixes(llm):
 
 
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(split, monkeypatch):
+def test_an_interrupt_releases_workers_that_wait_for_each_other(split, monkeypatch):
     """One worker has received the step and the other has not."""
     settings = {"cache.memory_bytes": 50_000_000, f"parallel.{split}": 2}
     with LLM(str(NANO), **settings) as other:
@@ -326,7 +326,7 @@ def test_workers_that_wait_for_each_other_are_freed_from_an_interrupted_step(spl
         assert other.generate("upper: abc", GREEDY)[0].outputs[0].text == before
 
 
-def test_the_call_raises_what_ended_a_worker(monkeypatch):
+def test_the_call_raises_the_error_of_a_worker(monkeypatch):
     def fail(*_):
         raise ZeroDivisionError("planted")
 
@@ -355,7 +355,7 @@ def test_an_llm_frees_its_memory():
         assert tensors() <= before
 
 
-def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm):
+def test_logprobs_of_the_whole_vocabulary_include_the_top_logprobs(llm):
     requested = [SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=k) for k in (-1, 3)]
     whole, few = llm.generate(["add: 1+2"] * 2, requested)
     vocab = llm._prompts.vocab_size
@@ -368,7 +368,7 @@ def test_log_probabilities_of_the_whole_vocabulary_are_those_of_few_and_more(llm
         assert entries == {token: all_of_it[token] for token in entries}
 
 
-def test_more_of_the_vocabulary_than_can_be_given_is_refused(llm):
+def test_more_logprobs_than_the_limit_are_refused(llm):
     vocab = llm._prompts.vocab_size
     too_long = [65] * (MAX_VOCABULARY_LOGPROBS // vocab // 2 + 1)
     payload = SamplingParams(max_tokens=1, prompt_logprobs=-1, n=2)

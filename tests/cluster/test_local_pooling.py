@@ -64,7 +64,7 @@ def test_classes_and_scores_of_pairs(tmp_path):
         torch.testing.assert_close(torch.tensor(one), torch.sigmoid(single)[0], **TOLERANCE)
 
 
-def test_a_generating_model_pools_nothing_unless_it_is_configured():
+def test_a_generating_model_pools_only_if_configured():
     with LLM(str(NANO), **SMALL) as llm, pytest.raises(BadRequest, match=r"model\.runner=pooling"):
         llm.embed("abc")
     with LLM(str(NANO), **{**SMALL, "model.runner": "pooling"}) as llm:

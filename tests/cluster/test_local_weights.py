@@ -83,7 +83,7 @@ def expected(old: Path, new: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("given", ["a folder", "tensors"])
-def test_answers_are_those_of_the_new_weights(
+def test_answers_come_from_the_new_weights(
     old: Path, new: Path, expected: dict[str, Any], axis: str, given: str
 ) -> None:
     source = new if given == "a folder" else load_file(new / "model.safetensors")
@@ -96,7 +96,7 @@ def test_answers_are_those_of_the_new_weights(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_sleeps_reads_them_when_it_wakes_up(
+def test_a_sleeping_engine_reads_new_weights_when_it_wakes_up(
     old: Path, new: Path, expected: dict[str, Any], level: int
 ) -> None:
     with engine(old) as llm:
@@ -235,7 +235,7 @@ NO_TENSORS = {
 
 
 @pytest.mark.parametrize("name", NO_TENSORS)
-def test_what_is_no_tensor_of_a_checkpoint_is_refused_by_name(
+def test_tensors_outside_the_checkpoint_are_refused_by_name(
     old: Path, tmp_path: Path, name: str
 ) -> None:
     tensors, words = NO_TENSORS[name]
@@ -264,7 +264,7 @@ def refusal_of(llm: LLM, source: Any) -> str:
     return ""
 
 
-def test_temporary_folders_go(old: Path, new: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_temporary_folders_are_removed(old: Path, new: Path, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tensors = load_file(new / "model.safetensors")
     with engine(old) as llm:
@@ -307,7 +307,7 @@ def interrupted(workers: int, call: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("wakes", [False, True])
-def test_an_interrupt_leaves_the_weights_of_before_and_no_half_of_a_model(
+def test_an_interrupt_leaves_the_previous_weights_complete(
     old: Path, new: Path, expected: dict[str, Any], workers: int, wakes: bool
 ) -> None:
     with engine(old, **{"parallel.tensor": workers}) as llm:
@@ -334,7 +334,7 @@ def test_weights_of_an_interrupted_call_are_read_again(
         assert answers(llm) == expected["new"]
 
 
-def test_random_weights_stay_when_others_are_refused(old: Path, tmp_path: Path) -> None:
+def test_random_weights_stay_if_new_ones_are_refused(old: Path, tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     shutil.copytree(old, bad)
     save_file(without_a_tensor(tmp_path), bad / "model.safetensors", {"format": "pt"})
@@ -360,7 +360,7 @@ def test_a_model_that_samples_does_not_become_one_that_pools(
         assert answers(llm) == expected["old"]
 
 
-def test_a_model_that_pools_goes_on_doing_it_in_the_same_way(tmp_path: Path) -> None:
+def test_a_pooling_model_keeps_its_pooling_method(tmp_path: Path) -> None:
     folders = tmp_path / "old", tmp_path / "new"
     for folder in folders:
         folder.mkdir()

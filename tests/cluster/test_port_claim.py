@@ -84,7 +84,7 @@ def is_free(claims: PortClaims, owner: str, host: str = "127.0.0.1", port: int =
     return True
 
 
-def test_the_ingresses_of_one_application_share_a_port_and_no_other_does(
+def test_only_ingresses_of_one_application_share_a_port(
     claims: PortClaims,
 ) -> None:
     held = [claims.claim("127.0.0.1", PORT, "a", os.getpid()) for _ in range(3)]
@@ -107,7 +107,7 @@ def test_the_ingresses_of_one_application_share_a_port_and_no_other_does(
         ("127.0.0.1", "127.0.0.2", False),
     ],
 )
-def test_hosts_overlap_where_one_is_all(
+def test_a_wildcard_host_overlaps_all_hosts(
     claims: PortClaims, first: str, second: str, overlap: bool
 ) -> None:
     held = claims.claim(first, PORT, "a", os.getpid())
@@ -134,21 +134,21 @@ def test_a_replaced_ingress_finds_its_port(
     assert is_free(claims, "b")
 
 
-def test_a_claim_ends_with_its_ray(claims: PortClaims, raylet: subprocess.Popen[str]) -> None:
+def test_a_claim_is_released_with_its_ray(claims: PortClaims, raylet: subprocess.Popen[str]) -> None:
     claims.claim("127.0.0.1", PORT, "a", raylet.pid).release(ends=False)
     assert not is_free(claims, "b")
     end(raylet)
     assert is_free(claims, "b")
 
 
-def test_a_start_changes_its_name_once_its_ray_has_one(claims: PortClaims) -> None:
+def test_a_claim_is_renamed_to_its_ray(claims: PortClaims) -> None:
     held = claims.claim("127.0.0.1", PORT, "start 7", os.getpid())
     held.set_owner("a")
     assert is_free(claims, "a") and not is_free(claims, "b") and not is_free(claims, "start 7")
     held.release(ends=True)
 
 
-def test_of_processes_that_start_together_one_gets_the_port(tmp_path: Path) -> None:
+def test_exactly_one_of_concurrent_processes_claims_the_port(tmp_path: Path) -> None:
     folder = str(tmp_path / "ports")
     found = [process(CLAIMER, folder, f"app {number}") for number in range(4)]
     try:
@@ -164,7 +164,7 @@ def test_of_processes_that_start_together_one_gets_the_port(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"owner": 1}'])
-def test_a_claim_that_was_never_written_whole_is_nobodys(
+def test_an_incompletely_written_claim_has_no_owner(
     claims: PortClaims, tmp_path: Path, text: bytes
 ) -> None:
     held = claims.claim("127.0.0.1", PORT, "a", os.getpid())
@@ -175,7 +175,7 @@ def test_a_claim_that_was_never_written_whole_is_nobodys(
     assert is_free(claims, "b")
 
 
-def test_a_folder_of_others_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "ports"
     folder.mkdir()
     folder.chmod(0o777)

@@ -117,12 +117,12 @@ def test_a_process_that_is_stopped_is_killed(watched: Watched) -> None:
     assert "1 s (cluster.stall_timeout_s)" in message
 
 
-def test_a_loop_that_hangs_costs_its_process_its_life(watched: Watched) -> None:
+def test_a_process_with_a_hanging_loop_is_killed(watched: Watched) -> None:
     watched.send("hang")
     assert watched.ended_by() == signal.SIGKILL
 
 
-def test_a_short_stop_costs_nothing_nor_does_a_stop_of_both() -> None:
+def test_a_short_stop_and_a_stop_of_both_processes_are_harmless() -> None:
     watched = Watched(limit_s=DEADLINE_S)
     for pids in ([watched.process.pid], [watched.process.pid, watched.dog], [watched.dog]):
         for pid in pids:
@@ -135,7 +135,7 @@ def test_a_short_stop_costs_nothing_nor_does_a_stop_of_both() -> None:
     until_gone(watched.dog)
 
 
-def test_a_watchdog_that_ended_is_replaced(watched: Watched) -> None:
+def test_a_terminated_watchdog_is_replaced(watched: Watched) -> None:
     os.kill(watched.dog, signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S
     while (successor := int(watched.say("on"))) == watched.dog:
@@ -156,7 +156,7 @@ def test_a_watchdog_ends_with_its_process(watched: Watched, stopped: bool) -> No
     until_gone(watched.dog)
 
 
-def test_a_watchdog_ends_when_it_is_told_to(watched: Watched) -> None:
+def test_a_watchdog_stops_on_request(watched: Watched) -> None:
     assert watched.say("stop") == "stopped"
     assert watched.process.wait(timeout=DEADLINE_S) == 0
     assert not is_alive(watched.dog)
@@ -190,7 +190,7 @@ def silence_of(monkeypatch: pytest.MonkeyPatch, took_s: float, waited_s: float) 
     return clock[0]
 
 
-def test_silence_is_time_in_which_the_loop_could_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_counts_only_time_in_which_the_loop_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert silence_of(monkeypatch, 0.05, 0.0) == pytest.approx(1.0, abs=0.1)
     assert silence_of(monkeypatch, 0.05, 0.025) == pytest.approx(2.0, abs=0.1), (
         "half of it had no core"
@@ -199,7 +199,7 @@ def test_silence_is_time_in_which_the_loop_could_have_run(monkeypatch: pytest.Mo
     assert silence_of(monkeypatch, 1.0, 0.0) == pytest.approx(10.0, abs=1), "looks that are late"
 
 
-def test_the_time_without_a_core_is_what_the_kernel_counts() -> None:
+def test_the_time_without_a_core_is_read_from_the_kernel() -> None:
     known = watchdog_process._waited_for_a_core_s(os.getpid(), threading.get_native_id())
     assert known >= 0
     assert watchdog_process._waited_for_a_core_s(os.getpid(), 0) == 0.0

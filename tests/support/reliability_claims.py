@@ -271,14 +271,14 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     19: {
         "kills the process when the loop has reported nothing for `cluster.stall_timeout_s`": (
             "tests/cluster/test_watchdog.py::test_a_process_that_is_stopped_is_killed",
-            "tests/cluster/test_watchdog.py::test_a_loop_that_hangs_costs_its_process_its_life",
+            "tests/cluster/test_watchdog.py::test_a_process_with_a_hanging_loop_is_killed",
             f"{_MATRIX}::test_dense_one_after_the_other",
         ),
         "not counting time in which the loop had no free core": (
-            "tests/cluster/test_watchdog.py::test_silence_is_time_in_which_the_loop_could_have_run",
+            "tests/cluster/test_watchdog.py::test_silence_counts_only_time_in_which_the_loop_could_run",
         ),
         "terminates no manager, no ingress and no store": (
-            "tests/cluster/test_replica_options.py::test_an_outage_ends_no_replica",
+            "tests/cluster/test_replica_options.py::test_an_outage_stops_no_replica",
             "tests/e2e/test_two_hosts.py"
             "::test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down",
         ),
@@ -299,7 +299,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/cluster/test_watchdog.py::test_a_process_that_is_stopped_is_killed",
         ),
         "after Serve's controller has received nothing from it for 90 s": (
-            "tests/cluster/test_replica_options.py::test_an_outage_ends_no_replica",
+            "tests/cluster/test_replica_options.py::test_an_outage_stops_no_replica",
         ),
     },
     "Several faults at once": {
@@ -341,7 +341,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "Answers without a seed": {
         "with noise of a seed that the ingress chose": (
             "tests/cluster/text/params/test_sampling_params.py"
-            "::test_a_request_without_seed_gets_one_of_63_bits",
+            "::test_a_request_without_a_seed_receives_one_of_63_bits",
             f"{_CLIENT}/requests/test_request_state.py"
             "::test_a_later_attempt_continues_after_the_outputs_on_any_engine",
         ),

@@ -137,7 +137,7 @@ def test_every_control_token_is_neutralized_in_every_place(name: str) -> None:
 @pytest.mark.parametrize("name", MODEL_KINDS)
 @settings(max_examples=10)
 @given(st.data())
-def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.DataObject) -> None:
+def test_a_control_token_merges_with_adjacent_text(name: str, data: st.DataObject) -> None:
     """The ids equal those of a tokenizer that lacks this control token."""
     one = model_kind(name)
     question = [{"role": "user", "content": "x"}]
@@ -161,7 +161,7 @@ def test_a_control_token_merges_with_the_text_beside_it(name: str, data: st.Data
 
 
 @pytest.mark.parametrize("name", MODEL_KINDS)
-def test_control_leaves_them_as_they_are(name: str) -> None:
+def test_the_setting_control_keeps_control_tokens(name: str) -> None:
     for token in control_ids(name):
         messages = messages_of(f"a{token}b")
         assert ids_of(name, messages, "control") == by_transformers(name, messages)
@@ -195,7 +195,7 @@ CHANGES = {
         *("<|im_e__nd|>", "_end|>", ">|dne_mi|<", "  <|im_</think>end|>  ", "a<think>"),
     ],
 )
-def test_a_text_that_the_template_changes_is_text(how: str, content: str) -> None:
+def test_a_text_that_the_template_changes_has_no_control_tokens(how: str, content: str) -> None:
     name = "qwen3"
     template = (
         "{% for m in messages %}<|im_start|>" + CHANGES[how] + "<|im_end|>{% endfor %}<think>"
@@ -209,7 +209,7 @@ def test_a_text_that_the_template_changes_is_text(how: str, content: str) -> Non
     assert texts == {"<|im_start|>": 1, "<|im_end|>": 1, "<think>": 1}
 
 
-def test_tools_calls_and_documents_are_texts_too() -> None:
+def test_control_tokens_in_tools_calls_and_documents_are_text() -> None:
     name, token = "qwen3", "<|im_end|>"
     call = {
         "id": "call12345",
@@ -241,7 +241,7 @@ def test_tools_calls_and_documents_are_texts_too() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_control_token_is_text_for_every_family_of_tokenizers(
+def test_a_control_token_is_text_for_every_tokenizer_family(
     family: str, normalized: bool
 ) -> None:
     """This includes models that have the token's text as a word, and normalizers that change it."""

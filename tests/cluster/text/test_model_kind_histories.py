@@ -38,7 +38,7 @@ def called(arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", CALLING)
-def test_cut_off_arguments_are_written_as_what_they_began(name: str) -> None:
+def test_cut_off_arguments_are_written_as_their_longest_object(name: str) -> None:
     whole = written(name, *called('{"at": 3, "of": ["a"]}'))
     assert written(name, *called('{"at": 3, "of": ["a"], "as": "unfinis')) == whole
     assert "look" in whole and "nine" in whole
@@ -57,7 +57,7 @@ def test_the_older_form_of_a_call_is_written_as_the_newer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODEL_KINDS)
-def test_a_role_of_ones_own_is_written_or_refused(name: str) -> None:
+def test_a_custom_role_is_rendered_or_refused(name: str) -> None:
     """A message with a custom role is never silently dropped."""
     refused = None
     text = ""

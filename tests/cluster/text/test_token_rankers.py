@@ -58,7 +58,7 @@ def probability(folder: Path, model: Any, text: str) -> float:
         ("llama", {"tie_word_embeddings": False}, {"scheduler.max_tokens_per_step": 16}),
     ],
 )
-def test_equal_to_the_head_of_transformers(
+def test_scores_equal_those_of_transformers(
     tmp_path: Path, family: str, changes: dict[str, Any], settings: dict[str, Any]
 ) -> None:
     model = make(tmp_path, family, **changes)
@@ -96,7 +96,7 @@ def test_pairs_are_written_by_the_template(tmp_path: Path, template: str) -> Non
         ({"model.pair_template": "{query} {query} {document}"}, "{query} and {document}"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(
+def test_unsuitable_models_are_refused_by_name(
     tmp_path: Path, settings: dict[str, Any], reason: str
 ) -> None:
     make(tmp_path, "qwen3")
@@ -104,7 +104,7 @@ def test_what_does_not_fit_is_refused_by_name(
         serving(tmp_path, **settings)
 
 
-def test_an_encoder_has_no_such_head(tmp_path: Path) -> None:
+def test_an_encoder_without_a_ranking_head_is_refused(tmp_path: Path) -> None:
     config = transformers.AutoConfig.for_model("bert", **SIZES)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, "bert")

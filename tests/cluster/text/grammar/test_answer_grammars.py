@@ -85,7 +85,7 @@ def test_calls_that_the_model_chooses(name: str, fields: dict[str, Any]):
 
 
 @pytest.mark.parametrize("name", CHOOSING)
-def test_allowed_tools_alone_are_called(name: str):
+def test_only_allowed_tools_are_called(name: str):
     for seed in range(4):
         body = request(
             tools=TOOLS,
@@ -217,7 +217,7 @@ def test_whitespace_is_bounded(name: str):
 
 @pytest.mark.parametrize("form", [r"\n?a", r"\s{0,2}b", r"[^x]{3}"])
 @pytest.mark.parametrize("name", THINKING)
-def test_behind_reasoning_a_form_keeps_its_first_characters(name: str, form: str):
+def test_a_form_after_reasoning_keeps_its_first_characters(name: str, form: str):
     """Line breaks after the reasoning marker belong to the marker, so the answer does not begin
     with one."""
     for seed in range(8):
@@ -252,7 +252,7 @@ def test_a_budget_of_reasoning_holds(name: str):
 
 
 @pytest.mark.parametrize("name", THINKING)
-def test_effort_none_is_no_reasoning(name: str):
+def test_effort_none_disables_reasoning(name: str):
     for seed in range(3):
         body = request(response_format=FORM, reasoning_effort="none")
         answer = walk(name, body, seed, likes=("<think>",))
@@ -273,13 +273,13 @@ def test_effort_none_is_no_reasoning(name: str):
         ({**NAMED, **allowed("auto", "look")}, "no other field"),
     ],
 )
-def test_choices_that_are_refused(choice: Any, reason: str):
+def test_invalid_tool_choices_are_refused(choice: Any, reason: str):
     with pytest.raises(BadRequest, match=reason):
         request(tools=TOOLS, tool_choice=choice)
 
 
 @pytest.mark.parametrize("budget", [-2, 2**31])
-def test_budgets_that_are_refused(budget: int):
+def test_invalid_reasoning_budgets_are_refused(budget: int):
     with pytest.raises(BadRequest, match="thinking_token_budget"):
         request(thinking_token_budget=budget)
 
@@ -298,6 +298,6 @@ def test_names_of_tokens_are_written_by_a_model(name: str):
     assert {answer.outputs[0].finish_reason for answer in answers} == {"stop"}
 
 
-def test_a_form_that_only_begins_with_a_line_break_is_refused_behind_reasoning():
+def test_a_form_that_begins_with_a_line_break_is_refused_after_reasoning():
     with pytest.raises(BadRequest, match=r"begin with '.n', which is read as part"):
         walk("qwen3", request(structured_outputs={"choice": ["\nq", "\nr"]}))

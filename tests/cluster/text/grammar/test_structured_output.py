@@ -52,7 +52,7 @@ def refused(**form) -> BadRequest:
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_value_is_accepted_however_people_write_it(name):
+def test_a_value_is_accepted_in_every_usual_notation(name):
     schema, value = SCHEMAS[name]
     jsonschema.Draft202012Validator(schema).validate(value)
     source = lark(json=schema)
@@ -83,7 +83,7 @@ def test_an_object_is_any_object_and_nothing_else():
     assert not accepts(source, "[1]")
 
 
-def test_the_field_that_gave_the_grammar_is_named():
+def test_the_field_of_an_invalid_grammar_is_named():
     with pytest.raises(BadRequest) as caught:
         compile_grammar(StructuredOutputs(json={"type": "x"}), "response_format.json_schema.schema")
     assert caught.value.param == "response_format.json_schema.schema"
@@ -98,14 +98,14 @@ def test_the_field_that_gave_the_grammar_is_named():
         {"anyOf": [{"$dynamicRef": "http://x/y"}]},
     ],
 )
-def test_nothing_is_fetched(schema):
+def test_remote_references_are_not_fetched(schema):
     message = refused(json=schema).message
     reference = re.search(r'ef": "([^"]+)"', json.dumps(schema))
     assert reference is not None and reference[1] in message
     assert "the server fetches no schemas" in message
 
 
-def test_data_that_looks_like_a_reference_is_none():
+def test_data_that_looks_like_a_reference_is_plain_data():
     value = {"$ref": "https://example.org"}
     assert accepts(lark(json={"const": value}), json.dumps(value))
 
@@ -130,7 +130,7 @@ def test_schemas_have_limits():
 @pytest.mark.parametrize(
     "text", ["", "{", "nul", '{"a": NaN}', "{'a': 1}", "[]", "3", '"x"', "null"]
 )
-def test_texts_that_are_no_schemas(text):
+def test_invalid_schema_texts_are_refused(text):
     assert refused(json=text).param == "structured_outputs.json"
 
 
@@ -165,7 +165,7 @@ def test_a_regex_is_the_whole_answer(pattern, yes, no):
 
 
 @pytest.mark.parametrize("pattern", ["", "(", r"(a)\1", "(?=a)b", "a{3,1}", "[z-a]", "\ud800"])
-def test_regexes_that_are_refused(pattern):
+def test_unsupported_regexes_are_refused(pattern):
     assert refused(regex=pattern).param == "structured_outputs.regex"
 
 
@@ -236,7 +236,7 @@ def test_gbnf_is_converted(source, yes, no):
         "start: /\ud800/",
     ],
 )
-def test_grammars_that_are_refused(source):
+def test_unsupported_grammars_are_refused(source):
     error = refused(grammar=source)
     assert error.param == "structured_outputs.grammar"
     assert len(error.message) < 500
@@ -260,7 +260,7 @@ def test_lark_from_elsewhere_may_name_tokens_and_hold_schemas():
 # ---------------------------------------------------------------------------- exactly one kind
 
 
-def test_exactly_one_kind_is_given():
+def test_exactly_one_kind_of_structure_is_required():
     assert "json and regex" in refused(json={}, regex="a").message
     assert "none" in refused().message
     assert "none" in refused(json_object=False).message
@@ -338,11 +338,11 @@ def one_step_at_a_time() -> list[list[int]]:
     ],
     ids=["depth 2", "depth 3, chunks", "tensor 2", "pipeline 2", "preemption"],
 )
-def test_answers_do_not_depend_on_how_steps_are_run(overrides, one_step_at_a_time):
+def test_answers_do_not_depend_on_the_schedule(overrides, one_step_at_a_time):
     assert run(**overrides) == one_step_at_a_time
 
 
-def test_bad_forms_are_refused_before_anything_is_computed():
+def test_invalid_structures_are_refused_before_anything_is_computed():
     with LLM(NANO, **{"model.device": "cpu"}) as llm:
         params_of_row = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "shoe"}))
         with pytest.raises(BadRequest, match="Invalid type: shoe"):

@@ -106,7 +106,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
+def test_a_hostile_grammar_stops_only_its_own_check(name):
     checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""
@@ -118,7 +118,7 @@ def test_a_hostile_grammar_ends_its_check_and_nothing_else(name):
         checker.close()
 
 
-def test_an_answer_that_was_interrupted_is_not_taken_for_the_next_one():
+def test_an_interrupted_reply_is_not_mistaken_for_the_next_one():
     """Ctrl-C in a notebook during the check. SIGUSR1 stands in for SIGINT, which may be ignored
     where tests run."""
 
@@ -167,7 +167,7 @@ def test_a_checker_whose_process_is_stopped_closes():
     checker.close()
 
 
-def test_a_check_that_was_ended_from_outside_is_no_verdict():
+def test_a_check_killed_from_outside_gives_no_verdict():
     checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""

@@ -133,7 +133,7 @@ def near(schema: Schema) -> list[str]:
 @example({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, 0)
 @example({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, 0)
 @example({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, 0)
-def test_numbers_are_those_of_the_schema(schema: Schema, seed: int) -> None:
+def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int) -> None:
     lark, refusal = "", ""
     try:
         lark = grammar(schema)
@@ -199,7 +199,7 @@ def test_constants_are_written_in_all_their_digits(
         {"type": "integer", "multipleOf": 7},
     ],
 )
-def test_a_number_has_an_end(schema: Schema) -> None:
+def test_the_length_of_a_number_is_bounded(schema: Schema) -> None:
     """Otherwise a model that repeats a digit would write it until its answer is cut off."""
     lark = grammar({"type": "array", "items": schema, "minItems": 1, "maxItems": 1})
     most = MAX_INT_DIGITS + MAX_FRACTION_DIGITS + MAX_EXPONENT_DIGITS + 10
@@ -212,12 +212,12 @@ def test_a_number_has_an_end(schema: Schema) -> None:
 
 @settings(deadline=None, max_examples=10)
 @given(st.integers(0, 2**32))
-def test_a_number_without_bounds_is_one_that_a_double_holds(seed: int) -> None:
+def test_a_number_without_bounds_fits_a_double(seed: int) -> None:
     text = walk(grammar({"type": "number"}), seed)
     assert abs(float(text)) < 1e200
 
 
-def test_the_usual_ways_to_write_a_number_are_taken() -> None:
+def test_the_usual_notations_of_a_number_are_accepted() -> None:
     lark = grammar({"type": "number"})
     for text in ("0", "-0", "1.50", "6.02e23", "1E-9", "-1.6e+19", "12345678901234567890.125"):
         assert accepts(lark, text)

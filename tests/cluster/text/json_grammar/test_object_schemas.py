@@ -86,7 +86,7 @@ def _takes(matcher: LLMatcher, value: Any) -> bool:
 @example({"$ref": "#/$defs/x", "unevaluatedProperties": False}, {"patternProperties": {"b$": TEXT}})
 @example({"propertyNames": {"enum": ["a", "b"]}, "unevaluatedProperties": False}, {})
 @example({"allOf": [{"propertyNames": {"pattern": "a"}}], "unevaluatedProperties": False}, {})
-def test_a_grammar_takes_the_objects_that_fit(schema: Schema, inner: Schema) -> None:
+def test_a_grammar_accepts_the_valid_objects(schema: Schema, inner: Schema) -> None:
     schema = {"type": "object", **schema, "$defs": {"x": inner}}
     fitting = [value for value in OBJECTS if fits(schema, value)]
     try:
@@ -112,13 +112,13 @@ UNHELD: dict[str, Schema] = {
 
 
 @pytest.mark.parametrize("name", UNHELD)
-def test_what_depends_on_the_object_is_refused_by_name(name: str) -> None:
+def test_keywords_that_depend_on_the_object_are_refused_by_name(name: str) -> None:
     schema = {"type": "object", **UNHELD[name]}
     with pytest.raises(BadRequest, match=r"unevaluatedProperties=|propertyNames="):
         compile_grammar(StructuredOutputs(json=schema))
 
 
-def test_a_choice_that_names_no_other_property_is_held() -> None:
+def test_a_choice_without_new_properties_is_enforced() -> None:
     known = {"properties": {"a": INTEGER, "b": {}}, "unevaluatedProperties": False}
     for choice in ({"anyOf": [{"required": ["a"]}, {"properties": {"b": TEXT}}]}, {"if": DYNAMIC}):
         schema = {"type": "object", **known, **choice}

@@ -21,7 +21,7 @@ seeds = st.none() | st.integers(-(2**63), 2**63 - 1)
     seed=seeds,
     logprobs=st.none() | st.integers(0, 3),
 )
-def test_children_differ_in_their_seeds_alone(n, more, seed, logprobs) -> None:
+def test_children_differ_only_in_their_seeds(n, more, seed, logprobs) -> None:
     params = SamplingParams(
         n=n, best_of=None if more is None else n + more, seed=seed, logprobs=logprobs, stop=["x"]
     )
@@ -36,13 +36,13 @@ def test_children_differ_in_their_seeds_alone(n, more, seed, logprobs) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(seed=st.integers(-(2**63), 2**63 - 1))
-def test_the_first_child_draws_what_one_answer_alone_would(seed) -> None:
+def test_the_first_child_draws_the_same_tokens_as_a_single_answer(seed) -> None:
     params = SamplingParams(seed=seed, n=3)
     first, *others = [sampler_params(params, index).seed for index in range(3)]
     assert first == sampler_params(SamplingParams(seed=seed)).seed
     assert others == [(first + i) % 2**63 for i in (1, 2)]
 
 
-def test_children_without_a_seed_draw_apart() -> None:
+def test_children_without_a_seed_draw_independently() -> None:
     params = SamplingParams(n=8)
     assert len({sampler_params(params, index).seed for index in range(8)}) == 8

@@ -90,7 +90,7 @@ async def running_server(name: str) -> AsyncIterator[ScriptedServer]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_completion_is_what_follows_its_prompt(name: str) -> None:
+def test_a_completion_continues_its_prompt(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             for prompt, answer in CASES:
@@ -105,7 +105,7 @@ def test_a_completion_is_what_follows_its_prompt(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_echo_is_the_prompt_as_it_was_sent(name: str) -> None:
+def test_an_echo_is_the_unchanged_prompt(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             for prompt, answer in CASES:
@@ -169,7 +169,7 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_fresh_chat_answer_is_a_beginning(name: str) -> None:
+def test_a_fresh_chat_answer_begins_a_text(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             reply = [{"role": "user", "content": "How is the sky?"}]
@@ -187,7 +187,7 @@ def test_a_fresh_chat_answer_is_a_beginning(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_continued_message_is_not_glued(name: str) -> None:
+def test_a_continued_message_keeps_its_space(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             reply = [
@@ -210,7 +210,7 @@ def test_a_continued_message_is_not_glued(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PREPENDING)
-def test_behind_the_first_special_tokens_a_text_begins(name: str) -> None:
+def test_a_text_begins_after_the_first_special_tokens(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             script = server.ids("The sky", special=False)
@@ -243,7 +243,7 @@ def test_a_stop_string_may_begin_with_the_first_space(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_form_reaches_the_client_to_the_letter(name: str) -> None:
+def test_a_structured_answer_reaches_the_client_unchanged(name: str) -> None:
     """This holds after a chat template and after a completion's prompt, whole and streamed."""
 
     async def run() -> None:
@@ -312,7 +312,7 @@ FORMS = [
 
 
 @pytest.mark.parametrize("name", ["llama2", "mistral_v3", "gemma", "llama3"])
-def test_an_answer_under_a_grammar_has_its_form_to_the_letter(name: str) -> None:
+def test_an_answer_under_a_grammar_matches_it_exactly(name: str) -> None:
     texts = {
         0: {" x", " xx", " xxx"},
         1: {"x y", "x z"},

@@ -126,7 +126,7 @@ def test_min_above_max_names_both() -> None:
         SamplingParams(stop=["x"] * MAX_STOP_STRINGS, stop_token_ids=[0, VOCAB - 1]),
     ],
 )
-def test_limits_themselves_pass(params: SamplingParams) -> None:
+def test_values_at_the_limits_are_accepted(params: SamplingParams) -> None:
     validate(params, vocab_size=VOCAB)
 
 
@@ -160,7 +160,7 @@ def test_equal_external_ids_get_different_internal_ones() -> None:
     int(tail, 16)
 
 
-def test_a_request_without_seed_gets_one_of_63_bits() -> None:
+def test_a_request_without_a_seed_receives_one_of_63_bits() -> None:
     seeds = {core(SamplingParams()).sampler.seed for _ in range(50)}
     assert len(seeds) == 50
     assert all(0 <= seed < 2**63 for seed in seeds)

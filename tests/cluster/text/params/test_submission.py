@@ -49,7 +49,7 @@ def test_the_product_of_prompts_and_answers_is_limited(
 @pytest.mark.parametrize(
     ("prompts", "params"), [(1024, SamplingParams()), (8, SamplingParams(n=100, best_of=128))]
 )
-def test_up_to_the_limit_they_pass(prompts: int, params: SamplingParams) -> None:
+def test_products_up_to_the_limit_are_accepted(prompts: int, params: SamplingParams) -> None:
     check_num_children(prompts, params, 1024)
 
 
@@ -60,7 +60,7 @@ def test_ids_do_not_collide() -> None:
     assert all(len(id.rpartition("-")[2]) == 16 for id in ids)
 
 
-def test_too_many_answers_begin_none(folder: Path) -> None:
+def test_too_many_answers_start_no_request(folder: Path) -> None:
     async def scenario() -> None:
         async with FakeCluster(folder, **{"serve.max_children": 16}).serving() as cluster:
             engine = await cluster.join(0)
@@ -109,7 +109,7 @@ def test_a_failure_between_answers_leaves_none_running(folder: Path, stream: boo
     asyncio.run(scenario())
 
 
-def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -> None:
+def test_a_request_that_cannot_be_placed_leaves_nothing(folder: Path) -> None:
     async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             await cluster.join(0)
@@ -126,7 +126,7 @@ def test_one_request_that_cannot_be_placed_leaves_nothing_behind(folder: Path) -
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: Path) -> None:
+def test_a_disconnect_while_answers_start_aborts_them(folder: Path) -> None:
     async def scenario() -> None:
         async with FakeCluster(folder).serving() as cluster:
             engine = await cluster.join(0, steps=0)
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_while_its_answers_begin_takes_them_along(folder: P
     asyncio.run(scenario())
 
 
-def test_a_client_that_leaves_or_is_late_does_not_queue_for_its_grammar(
+def test_a_disconnected_or_late_client_leaves_the_queue_of_grammar_checks(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A grammar check may take half a second, and one process does all checks."""

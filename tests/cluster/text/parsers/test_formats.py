@@ -195,7 +195,7 @@ HELD: list[tuple[Names, str, str]] = [
 
 
 @pytest.mark.parametrize(("names", "text", "held"), HELD)
-def test_only_what_may_become_a_call_or_a_tag_is_held(names: Names, text: str, held: str) -> None:
+def test_only_possible_calls_and_tags_are_held_back(names: Names, text: str, held: str) -> None:
     """Released and held text together are the whole text without `<think>`."""
     one = parser(names)
     parts = [part for char in text for part in one.push(char)]
@@ -296,7 +296,7 @@ def test_unknown_names_list_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in JSON_FORMATS if name in PARSERS])
-def test_call_ids_are_unique_and_of_their_formats_form(name: str) -> None:
+def test_call_ids_are_unique_and_follow_their_format(name: str) -> None:
     form = "[0-9A-Za-z]{9}" if name == "mistral" else "call_[0-9a-f]{24}"
     ids = {tool_format(name).random_id() for _ in range(100)}
     assert len(ids) == 100 and all(re.fullmatch(form, one) for one in ids)

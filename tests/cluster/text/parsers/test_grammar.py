@@ -249,7 +249,7 @@ def test_markers_are_special_tokens_where_the_tokenizer_has_them(name: str) -> N
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_an_empty_schema_allows_what_true_allows(name: str) -> None:
+def test_an_empty_schema_equals_the_schema_true(name: str) -> None:
     """`{}` and `true` both allow any value (JSON Schema 2020-12, 4.3.2)."""
 
     def grammar_of(any_value: Any) -> str:

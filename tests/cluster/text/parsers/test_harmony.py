@@ -123,7 +123,7 @@ def test_a_form_or_a_call() -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"response_format": FORM}, {"tools": STRICT}])
 @pytest.mark.parametrize("budget", [0, 1, 5])
-def test_a_budget_is_that_of_all_reasoning(budget: int, fields: dict[str, Any]) -> None:
+def test_a_budget_covers_all_reasoning(budget: int, fields: dict[str, Any]) -> None:
     """There is only one reasoning message."""
     encode = model_kind(NAME).tokenizer.encode
     opening = encode("<|channel|>analysis<|message|>", add_special_tokens=False)
@@ -166,7 +166,7 @@ def test_without_tools_there_are_no_calls(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_writes_them() -> None:
+def test_a_model_writes_harmony_messages() -> None:
     """Runs a whole engine whose model has random weights."""
     base = {
         "model": "gpt",

@@ -47,7 +47,7 @@ class RawValue(JsonCall):
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(_JSON, max_size=3) | st.dictionaries(st.text(max_size=4), _JSON), st.booleans())
-def test_a_raw_value_ends_where_json_ends_it(value: Any, ascii_only: bool) -> None:
+def test_a_raw_value_ends_at_its_json_end(value: Any, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only)
     assert taken(RawValue(), text + '}]"{') == (text, len(text))
 
@@ -102,7 +102,7 @@ def no_json(constant: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(_JSON, st.booleans(), st.integers(0, 200), st.text(max_size=3))
-def test_a_text_may_become_json_as_long_as_a_continuation_is_json(
+def test_a_text_may_become_json_while_a_continuation_is_json(
     value: Any, ascii_only: bool, cut: int, tail: str
 ) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=1 if ascii_only else None)
@@ -160,7 +160,7 @@ def objects(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
 
 @settings(max_examples=300, deadline=None)
 @given(objects())
-def test_name_and_arguments_are_those_of_the_whole_object(
+def test_name_and_arguments_equal_those_of_the_whole_object(
     one: tuple[str, dict[str, Any], str],
 ) -> None:
     text, fields, arguments = one
@@ -175,7 +175,7 @@ def test_name_and_arguments_are_those_of_the_whole_object(
 
 @settings(max_examples=200, deadline=None)
 @given(objects())
-def test_other_keys_end_a_call_that_may_not_have_them(
+def test_disallowed_keys_end_a_call(
     one: tuple[str, dict[str, Any], str],
 ) -> None:
     text = one[0]

@@ -105,14 +105,14 @@ def test_a_json_string_is_a_python_string(text: str) -> None:
         (")", "{}"),
     ],
 )
-def test_python_as_models_write_it(text: str, arguments: str) -> None:
+def test_python_calls_written_by_models_are_parsed(text: str, arguments: str) -> None:
     for pieces in ([text], list(text)):
         found, call = read(PYTHON, pieces)
         assert call.ended and found == arguments
 
 
 @pytest.mark.parametrize("text", ["'x')", "1)", "a)", "a b=1)", "x, a=1)", "a=)", "*a)", "]"])
-def test_text_that_is_no_call_is_not_known(text: str) -> None:
+def test_text_other_than_a_call_is_not_parsed(text: str) -> None:
     _, call = read(PYTHON, [text])
     assert call.ended and not call.known
 

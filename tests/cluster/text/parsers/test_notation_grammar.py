@@ -81,14 +81,14 @@ def allows(llg: Any, name: str, pieces: list[str], special: dict[str, int]) -> b
 
 
 @pytest.mark.parametrize(("text", "valid"), PYTHON)
-def test_python_arguments_are_held_to_their_schema(llg: Any, text: str, valid: bool) -> None:
+def test_python_arguments_must_match_their_schema(llg: Any, text: str, valid: bool) -> None:
     assert allows(llg, "pythonic", [text], {}) == valid
 
 
 @pytest.mark.parametrize("special", [{}, SPECIAL], ids=["text", "special"])
 @pytest.mark.parametrize(("name", "mark"), [("functiongemma", "<escape>"), ("gemma4", '<|"|>')])
 @pytest.mark.parametrize(("text", "valid"), GEMMA)
-def test_gemma_arguments_are_held_to_their_schema(
+def test_gemma_arguments_must_match_their_schema(
     llg: Any, name: str, mark: str, text: str, valid: bool, special: dict[str, int]
 ) -> None:
     kind = tool_format(name)

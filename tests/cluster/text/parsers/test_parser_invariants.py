@@ -54,7 +54,7 @@ def test_parts_do_not_depend_on_how_the_text_is_cut(names: Names, data: st.DataO
 
 
 @every_format
-def test_every_cut_of_a_real_answer_gives_the_same_parts(names: Names) -> None:
+def test_every_split_of_a_real_answer_yields_the_same_parts(names: Names) -> None:
     """Tries all 8 ways to split a window of three characters, for each window of the answer."""
     text = "\n".join(whole(names) or ["Hm."])
     parts = read(names, [text])
@@ -130,7 +130,7 @@ def test_released_text_is_common_to_all_continuations(names: Names, data: st.Dat
 @every_format
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_without_calls_all_text_comes_out(names: Names, data: st.DataObject) -> None:
+def test_text_without_calls_is_released_completely(names: Names, data: st.DataObject) -> None:
     """With reasoning, only its tags and the newlines around them are dropped."""
     if names[0] == "harmony":
         return  # this format marks all text and drops its headers
@@ -253,7 +253,7 @@ _ADVERSARIES = [
 
 
 @alone
-def test_work_grows_with_the_length_of_the_answer_alone(names: Names) -> None:
+def test_parsing_time_is_linear_in_the_answer(names: Names) -> None:
     """The cost per character is bounded, in one piece and character by character, and no step
     copies held text, because it is held in lists. Each format reads every unit after one opening,
     and its own markers after all openings."""
@@ -286,7 +286,7 @@ def test_fragments_reach_calls_of_every_format() -> None:
             assert ToolCall in found and Content in found
 
 
-def test_text_behind_a_tag_that_begins_no_code_is_not_held() -> None:
+def test_text_after_a_tag_that_begins_no_code_is_not_held() -> None:
     """Only `<|python_tag|>` introduces built-in tools."""
     one = parser(("llama3", None))
     assert one.push("<|python_start|>S") == [Content("<|python_start|>S")]

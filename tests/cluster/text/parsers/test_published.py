@@ -211,7 +211,7 @@ def read(names: Names, tools: list[Tool], pieces: list[str], prompt: str = "") -
 
 
 @pytest.mark.parametrize(("names", "tools", "text", "reasoning", "content", "calls"), ANSWERS)
-def test_published_answers(
+def test_published_answers_are_parsed(
     names: Names,
     tools: list[Tool],
     text: str,

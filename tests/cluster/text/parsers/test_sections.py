@@ -211,7 +211,7 @@ PUBLISHED: list[tuple[str, str, str | None, list[dict[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), PUBLISHED)
-def test_published_examples(
+def test_published_examples_are_parsed(
     name: str, text: str, content: str | None, arguments: list[dict[str, Any]]
 ) -> None:
     whole = collect(read((name, None), [text], TOOLS))
@@ -244,7 +244,7 @@ CUT: list[tuple[str, str, str | None, list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "content", "arguments"), CUT)
-def test_calls_that_are_cut_or_broken(
+def test_cut_off_and_invalid_calls_are_parsed(
     name: str, text: str, content: str | None, arguments: list[str]
 ) -> None:
     for pieces in ([text], [*text]):

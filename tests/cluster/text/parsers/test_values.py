@@ -55,7 +55,7 @@ def test_the_schema_types_a_text(key: str, text: str, value: object) -> None:
         assert json.loads(call.arguments) == {key: value}
 
 
-def test_a_string_comes_out_while_it_is_written_and_a_number_when_it_is_whole() -> None:
+def test_strings_are_streamed_and_numbers_are_released_complete() -> None:
     text = qwen({"city": 'New "York', "count": "42"})
     shown = []
     parser = make_parser("qwen3_coder", None, lambda: "id", TOOLS)

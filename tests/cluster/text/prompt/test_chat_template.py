@@ -57,7 +57,7 @@ def nano() -> ChatTemplate:
     return ChatTemplate(load_tokenizer(str(NANO)), "nano")
 
 
-def test_tools_and_calls_reach_the_template_as_transformers_has_them() -> None:
+def test_tools_and_calls_reach_the_template_as_in_transformers() -> None:
     body = chat(messages=CALLED, tools=[TOOL])
     plain = json.loads(json.dumps(CALLED))
     plain[1]["content"] = ""
@@ -82,7 +82,7 @@ def test_calls_that_the_demo_template_writes_are_parsed() -> None:
     assert (call.name, json.loads(call.arguments)) == ("weather", {"place": "Bern"})
 
 
-def test_without_tools_the_demo_template_is_what_nano_learned() -> None:
+def test_without_tools_the_demo_template_is_the_training_template_of_nano() -> None:
     got = nano().render([ChatMessage(role="system", content="s"), USER], TemplateOptions())
     assert got == "<|bos|><|system|>s<|end|><|user|>hello<|end|><|assistant|>"
 

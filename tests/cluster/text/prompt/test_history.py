@@ -64,7 +64,7 @@ def parsed_message() -> dict[str, Any]:
     return message.model_dump(mode="json")
 
 
-def test_a_parsed_message_is_taken_as_it_is_dumped() -> None:
+def test_a_dumped_parsed_message_is_accepted() -> None:
     message = parsed_message()
     assert "parsed" in message
     assert "parsed_arguments" in message["tool_calls"][0]["function"]
@@ -93,7 +93,7 @@ def test_fields_of_other_programs_are_ignored_in_a_message(fields: dict[str, Any
     assert set(ignored) <= set(IGNORED_FIELDS)
 
 
-def test_names_that_no_list_has_are_one_label() -> None:
+def test_unlisted_names_share_one_label() -> None:
     fields = {f"mine_{n}": n for n in range(50)}
     _, ignored = chat({"role": "user", "content": "a", **fields})
     assert ignored == {"other": 50}
@@ -144,7 +144,7 @@ def test_known_unsupported_content_is_still_refused(message: Any, param: str) ->
     assert refusal(message).param == param
 
 
-def test_a_request_is_strict_beside_a_tolerant_history() -> None:
+def test_a_request_with_a_tolerant_history_is_strict() -> None:
     message = {"role": "user", "content": "a", "id": "x"}
     assert refusal(message, max_token=3).param == "max_token"
     options = {"include_usage": True, "usage": 1}
@@ -155,13 +155,13 @@ def test_a_request_is_strict_beside_a_tolerant_history() -> None:
 
 
 @pytest.mark.parametrize("junk", ["[" * 100_000, '{"a":' * 20_000, "[" * 20_000 + "]" * 20_000])
-def test_an_ignored_field_has_the_bounds_of_all(junk: str) -> None:
+def test_ignored_fields_have_the_common_bounds(junk: str) -> None:
     body = '{"messages":[{"role":"user","content":"a","mine":' + junk + "}]}"
     with pytest.raises(BadRequest, match="JSON"):
         read(body.encode(), ChatCompletionRequest)
 
 
-def test_messages_of_python_callers_are_read_likewise() -> None:
+def test_messages_of_python_callers_are_read_in_the_same_way() -> None:
     prompts = PromptProcessor(tokenizers_for_tests.chat_tokenizer(), 99, 500, "m")
     messages = prompts.chat_messages([USER, parsed_message()])
     assert messages[1].tool_calls is not None
@@ -194,7 +194,7 @@ def parsed_items() -> list[dict[str, Any]]:
     return [message.model_dump(mode="json"), call.model_dump(mode="json")]
 
 
-def test_parsed_items_are_taken_as_they_are_dumped() -> None:
+def test_dumped_parsed_items_are_accepted() -> None:
     items = parsed_items()
     assert "parsed" in items[0]["content"][0]
     assert "parsed_arguments" in items[1]
@@ -216,7 +216,7 @@ def test_parsed_items_are_taken_as_they_are_dumped() -> None:
 # ----------------------------------------------------------------------------- Anthropic
 
 
-def test_a_dumped_message_of_anthropics_client_is_taken() -> None:
+def test_a_dumped_message_of_anthropics_client_is_accepted() -> None:
     message = anthropic.types.Message(
         id="m",
         type="message",
@@ -257,7 +257,7 @@ def shown(message: dict[str, Any]) -> dict[str, Any]:
     return template()._message_dicts(request.messages, TemplateOptions())[-1]
 
 
-def test_reasoning_is_vllms_name_of_reasoning_content() -> None:
+def test_vllms_field_reasoning_means_reasoning_content() -> None:
     answer = {"role": "assistant", "content": "yes"}
     assert shown({**answer, "reasoning": "hm"})["reasoning_content"] == "hm"
     assert (
@@ -278,13 +278,13 @@ def test_reasoning_is_vllms_name_of_reasoning_content() -> None:
         ('{"a": 1e999, "b": "kept"}', {"a": sys.float_info.max, "b": "kept"}),
     ],
 )
-def test_arguments_that_were_cut_off_are_their_longest_object(written: str, seen: Any) -> None:
+def test_cut_off_arguments_become_their_longest_object(written: str, seen: Any) -> None:
     call = {**CALL, "function": {"name": "f", "arguments": written}}
     message = shown({"role": "assistant", "content": None, "tool_calls": [call]})
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": seen}
 
 
-def test_the_older_form_of_calls_is_the_newer_one() -> None:
+def test_the_older_form_of_calls_is_converted_to_the_newer() -> None:
     called = {"role": "assistant", "content": None, "function_call": CALL["function"]}
     result = {"role": "function", "name": "f", "content": "3"}
     request, _ = chat(called, result)
@@ -353,7 +353,7 @@ LOUD = SILENT.replace("{% endif %}", "{% else %}{{ raise_exception('no such role
 CRITIC = {"role": "critic", "content": "too long"}
 
 
-def test_a_role_of_the_templates_own_is_written() -> None:
+def test_a_role_that_the_template_defines_is_rendered() -> None:
     request, _ = chat(CRITIC, USER)
     assert "<|im_start|>critic\ntoo long" in template(CHATML).render(
         request.messages, TemplateOptions()
@@ -361,14 +361,14 @@ def test_a_role_of_the_templates_own_is_written() -> None:
 
 
 @pytest.mark.parametrize(("text", "param"), [(SILENT, "messages[1].role"), (LOUD, "messages")])
-def test_a_role_that_the_template_has_not_is_refused(text: str, param: str) -> None:
+def test_a_role_unknown_to_the_template_is_refused(text: str, param: str) -> None:
     request, _ = chat(CRITIC, USER)
     with pytest.raises(BadRequest, match=r"critic|no such role") as caught:
         template(text).render(request.messages, TemplateOptions())
     assert caught.value.param == param
 
 
-def test_roles_of_ones_own_are_few_and_short() -> None:
+def test_custom_roles_are_bounded_in_number_and_length() -> None:
     many = [{"role": f"r{n}", "content": "x"} for n in range(9)]
     assert refusal(*many).param == "messages"
     assert refusal({"role": "r" * 65, "content": "x"}).param == "messages[1].role"

@@ -56,7 +56,7 @@ def request(task: str, *inputs: Any, **values: Any) -> PoolingRequest:
         ({}, None, "query", ""),
     ],
 )
-def test_an_input_type_is_the_prompt_of_the_model_for_it(
+def test_an_input_type_selects_the_prompt_of_the_model(
     tokenizer: Any, known: dict[str, str], default: str | None, input_type: str, prefix: str
 ) -> None:
     made = processor(tokenizer, prompts=known, default_prompt=default)
@@ -92,14 +92,14 @@ ONE = {"task": "classify", "labels": ("a",)}
         ({**ONE, "score_activation": "Identity"}, "classify", None, Activation.SIGMOID),
     ],
 )
-def test_activations(tokenizer, spec, task, activates, activation):
+def test_activations_follow_the_request_and_the_model(tokenizer, spec, task, activates, activation):
     params = processor(tokenizer, **spec).process(request(task, "a", activates=activates))
     (sent,) = params.requests
     assert sent.sampler.pooling is not None and sent.sampler.pooling.activation is activation
 
 
 @pytest.mark.parametrize("method", ["cls", "mean", "last"])
-def test_only_a_last_hidden_state_may_come_after_cached_tokens(tokenizer, method):
+def test_only_last_token_pooling_uses_the_prefix_cache(tokenizer, method):
     made = processor(tokenizer, method=method)
     (sent,) = made.process(request("embed", "a")).requests
     assert sent.skip_prefix_cache == (method != "last")
@@ -127,7 +127,7 @@ def test_prompts_and_lower_case(tokenizer):
 @pytest.mark.parametrize(
     "pair", [("a b c", "d"), ("a", "b c d e f g h i"), ("a b c d e f", "g h i j k")]
 )
-def test_a_pair_is_that_of_its_tokenizer(tokenizer, room, pair):
+def test_a_pair_is_encoded_as_by_its_tokenizer(tokenizer, room, pair):
     made = processor(tokenizer, **ONE)
     cut = None if room is None else Truncation(room, "right", 0)
     options = TokenizeOptions(True, cut)

@@ -65,7 +65,7 @@ def test_the_four_forms_of_a_prompt() -> None:
         ("a\ud800", "prompt"),
     ],
 )
-def test_refused_prompts(prompt: Any, param: str) -> None:
+def test_invalid_prompts_are_refused(prompt: Any, param: str) -> None:
     error = refusal(lambda: PROMPTS.completion_prompts(split_prompts(prompt)))
     assert error.param == param
     assert error.message.startswith(("prompt", "This model's"))
@@ -73,7 +73,7 @@ def test_refused_prompts(prompt: Any, param: str) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.text(min_size=1, max_size=20))
-def test_ids_are_those_of_transformers(text: str) -> None:
+def test_token_ids_equal_those_of_transformers(text: str) -> None:
     expected = TOKENIZER.encode(text)
     if 0 < len(expected) < MAX_LEN:
         assert PROMPTS.encode(text) == expected
@@ -89,7 +89,7 @@ def test_special_tokens_are_added_where_the_tokenizer_adds_them() -> None:
     assert prompts.encode("the", TEMPLATE_TEXT)[0] != 1
 
 
-def test_a_text_of_ten_megabytes_is_refused_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_ten_megabytes_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = processor()
     monkeypatch.setattr(prompts, "_backend", None)
     monkeypatch.setattr(prompts, "tokenizer", None)
@@ -101,7 +101,7 @@ def test_a_text_of_ten_megabytes_is_refused_untouched(monkeypatch: pytest.Monkey
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(sorted(made.EXACT)), st.text(min_size=1, max_size=60))
-def test_the_limit_in_bytes_refuses_nothing_that_fits(name: str, text: str) -> None:
+def test_the_limit_in_bytes_refuses_no_prompt_that_fits(name: str, text: str) -> None:
     """Tested with tokenizers that keep every character. WordPiece and word-level tokenizers drop or
     merge unknown ones."""
     if name in ("wordpiece", "words", "metaspace"):
@@ -141,7 +141,7 @@ CHAT = [
 ]
 
 
-def test_chat_is_the_template_of_transformers() -> None:
+def test_a_chat_prompt_equals_the_one_of_transformers() -> None:
     plain = [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hello"},
@@ -165,7 +165,7 @@ def test_a_chat_template_writes_its_own_special_tokens() -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
-def test_a_template_that_knows_developer_gets_it() -> None:
+def test_a_template_that_supports_developer_receives_it() -> None:
     tokenizer = made.chat_tokenizer("{% if messages[0]['role'] == 'developer' %}yes{% endif %}")
     assert processor(tokenizer).template.render(CHAT, TemplateOptions()) == "yes"
 
@@ -182,7 +182,7 @@ def test_a_template_that_knows_developer_gets_it() -> None:
         ("{{ 'x ' * 1000 }}", "context_length_exceeded", "maximum context length"),
     ],
 )
-def test_templates_that_fail_are_refusals(
+def test_a_failing_template_is_a_refusal(
     template: Any, code: str | None, refusal_text: str
 ) -> None:
     error = refusal(processor(made.chat_tokenizer(template)).chat_prompt, CHAT)
@@ -202,7 +202,7 @@ def test_threads_may_tokenize_at_once() -> None:
         assert list(pool.map(PROMPTS.encode, texts)) == [TOKENIZER.encode(t) for t in texts]
 
 
-def test_decode_is_the_way_back() -> None:
+def test_decode_inverts_tokenize() -> None:
     text = "it's <|im_end|> 我 , done"
     assert PROMPTS.decode(PROMPTS.encode(text)) == text
     assert refusal(PROMPTS.decode, [VOCAB]).param == "tokens[0]"
@@ -217,7 +217,7 @@ def test_truncation_of_a_tokenizer_file_does_not_cut_prompts() -> None:
         tokenizer.backend_tokenizer.no_truncation()
 
 
-def test_loading(tmp_path: Path) -> None:
+def test_a_tokenizer_is_cached_and_all_end_tokens_are_found(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     TOKENIZER.save_pretrained(folder)
     tokenizer = load_tokenizer(str(folder))

@@ -142,7 +142,7 @@ def walk(lark: str, seed: int) -> str:
 @example({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}, {"$ref": "#/$defs/x"}, 0)
 @example({"type": "string", "pattern": "b$"}, {}, 0)
 @example({"anyOf": [{"type": "array", "items": False, "minItems": 1}, {"type": "null"}]}, {}, 0)
-def test_what_is_accepted_is_followed_to_a_value_that_fits(
+def test_every_accepted_walk_ends_in_a_valid_value(
     schema: Any, inner: Any, seed: int
 ) -> None:
     schema = {**schema, "$defs": {"x": inner}} if isinstance(schema, dict) else schema
@@ -213,11 +213,11 @@ def wide(keyword: str, count: int) -> Schema:
     ],
     ids=["combinations", "one of", "patterns", "counts", "all of", "optional"],
 )
-def test_a_schema_that_means_much_work_is_refused(schema: Schema) -> None:
+def test_an_expensive_schema_is_refused(schema: Schema) -> None:
     assert compiled(schema) == ""
 
 
-def test_long_lists_that_mean_little_work_are_held() -> None:
+def test_long_but_cheap_lists_are_enforced() -> None:
     assert compiled({"oneOf": [{"const": f"text {n}", "title": "x"} for n in range(1000)]})
     names = {f"field {n}": {"type": "string"} for n in range(600)}
     assert compiled({"type": "object", "properties": names, "additionalProperties": False})

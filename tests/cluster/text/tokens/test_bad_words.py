@@ -55,7 +55,7 @@ def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", ["llama2", "mistral_v3", "phi3", "gemma", "llama3", "qwen3"])
 @pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n", "(", "x="])
-def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
+def test_a_word_is_found_at_any_position(name: str, before: str) -> None:
     """This holds for tokenizers with and without a prefix space."""
     tokenizer = model_kind(name).tokenizer
     for word in ("the", "Paris"):
@@ -66,12 +66,12 @@ def test_a_word_is_found_wherever_it_stands(name: str, before: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrap", [Wrapped, Slow])
-def test_the_rule(family: str, wrap: Any) -> None:
+def test_token_ids_of_bad_words_follow_the_definition(family: str, wrap: Any) -> None:
     backend = FAMILIES[family]()
     assert bad_words_token_ids(wrap(backend), WORDS) == by_definition(backend, WORDS)
 
 
-def test_a_word_is_found_at_the_beginning_and_behind_a_space() -> None:
+def test_a_word_is_found_at_the_beginning_and_after_a_space() -> None:
     """For words with the same number of tokens in both positions, the tokens of any text with the
     word contain one of the sequences."""
     backend = FAMILIES["byte_level"]()
@@ -86,7 +86,7 @@ def test_a_word_is_found_at_the_beginning_and_behind_a_space() -> None:
             ), (word, text)
 
 
-def test_two_forms_where_the_space_belongs_to_the_token() -> None:
+def test_a_word_has_two_forms_if_the_space_belongs_to_the_token() -> None:
     tokenizer = chat_tokenizer()
     plain = tokenizer.encode("the", add_special_tokens=False)
     spaced = tokenizer.encode(" the", add_special_tokens=False)
@@ -105,7 +105,7 @@ def test_two_forms_where_the_space_belongs_to_the_token() -> None:
         ([], False),
     ],
 )
-def test_the_second_form_counts_if_it_is_as_long(spaced: list[int], counts: bool) -> None:
+def test_the_second_form_counts_if_it_has_the_same_length(spaced: list[int], counts: bool) -> None:
     """The second form counts if it is as long as the first form [1, 2] and begins with another
     token."""
     forms = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
@@ -118,7 +118,7 @@ def test_the_second_form_counts_if_it_is_as_long(spaced: list[int], counts: bool
     assert bad_words_token_ids(Table(), ["x"]) == ([spaced, [1, 2]] if counts else [[1, 2]])
 
 
-def test_no_special_tokens_and_each_sequence_once() -> None:
+def test_forms_contain_no_special_tokens_and_no_duplicates() -> None:
     backend = FAMILIES["llama2"]()
     assert backend.encode("the").ids[0] == 1
     assert all(1 not in tokens for tokens in bad_words_token_ids(Wrapped(backend), WORDS))
@@ -137,7 +137,7 @@ def test_an_invalid_word_is_refused_by_its_index(word: str, error: str) -> None:
     assert refusal.value.param == "bad_words[1]"
 
 
-def test_more_tokens_than_an_engine_takes_are_refused() -> None:
+def test_more_tokens_than_an_engine_accepts_are_refused() -> None:
     tokenizer = model_kind("llama2").tokenizer
     assert len(bad_words_token_ids(tokenizer, ["😃" * 16_000])) == 1
     with pytest.raises(BadRequest, match=r"bad_words have \d+ tokens.*65536") as refusal:

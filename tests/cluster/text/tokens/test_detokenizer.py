@@ -89,7 +89,7 @@ def test_a_prompt_and_its_continuation_are_the_decoding_of_both(name: str, skip:
 
 @pytest.mark.parametrize("name", sorted(SHARED))
 @pytest.mark.parametrize("line", sorted(set(made.CORPUS)))
-def test_a_text_may_be_cut_behind_every_token(name: str, line: str) -> None:
+def test_a_text_may_be_cut_after_every_token(name: str, line: str) -> None:
     """The split may be within a character, or far into the text."""
     tokenizer, shared = TOKENIZERS[name], SHARED[name]
     for copies, step in ((1, 1), (9, 23)):
@@ -125,7 +125,7 @@ def test_the_answer_finishes_the_character_that_the_prompt_began(name: str, behi
 
 
 @pytest.mark.parametrize("name", ["llama2", "metaspace"])
-def test_verbatim_is_what_the_tokens_spell(name: str) -> None:
+def test_verbatim_text_keeps_the_leading_space(name: str) -> None:
     tokenizer = LAWFUL[name]
     ids = [i for i in tokenizer.encode("the fox").ids if not is_special(name, i)]
     text = SHARED[name].start(True, TextStart.VERBATIM)
@@ -159,7 +159,7 @@ def test_pieces_are_the_decoding_of_real_text(name: str, line: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(LAWFUL))
-def test_known_decoders_get_an_exact_machine(name: str) -> None:
+def test_known_decoders_have_an_exact_incremental_decoder(name: str) -> None:
     assert not isinstance(SHARED[name].start(True), WindowDetokenizer)
     assert not isinstance(SHARED[name].start(False), WindowDetokenizer)
 
@@ -184,14 +184,14 @@ def test_only_one_leading_space_is_lost(name: str, tokens: list[str]) -> None:
     assert incremental(SHARED[name], ids, True) == tokenizer.decode(ids)
 
 
-def test_a_character_leaves_with_its_last_byte() -> None:
+def test_a_character_is_released_with_its_last_byte() -> None:
     tokenizer = made.byte_level()
     ids = [tokenizer.token_to_id(char) for char in "ðŁĺĢ"]
     text = SHARED["byte_level"].start()
     assert [text.push(token_id) for token_id in ids] == ["", "", "", "😀"]
 
 
-def test_a_character_that_stays_open_comes_before_the_next_token() -> None:
+def test_an_incomplete_character_is_released_before_the_next_token() -> None:
     vocab, text = made.byte_level().get_vocab(), SHARED["byte_level"].start()
     begun, letter = vocab["ð"], vocab["a"]
     shown = [text.push(token_id) for token_id in (letter, begun, letter, letter)]
@@ -207,7 +207,7 @@ def test_one_bad_byte_spoils_its_run_but_not_the_text_before() -> None:
     assert shown == ["a", "", "", "", "", "\ufffd" * 4 + "b"]
 
 
-def test_a_long_run_is_not_held_for_ever() -> None:
+def test_a_long_run_is_not_held_forever() -> None:
     vocab = made.gemma().get_vocab()
     run = [vocab[f"<0x{byte:02X}>"] for byte in "我".encode()] * 200
     text, held = SHARED["gemma"].start(), 0
@@ -225,14 +225,14 @@ def test_a_rule_over_the_whole_text_falls_back_to_a_window() -> None:
     assert incremental(shared, ids, True) == tokenizer.decode(ids)
 
 
-def test_a_machine_that_disagrees_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incremental_decoder_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_level_detokenizer, "to_bytes", lambda token: token.encode())
     assert isinstance(Detokenizer(made.byte_level()).start(), WindowDetokenizer)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 430), max_size=40))
-def test_a_window_is_exact_where_its_text_was_final(ids: list[int]) -> None:
+def test_a_window_is_exact_if_its_text_was_final(ids: list[int]) -> None:
     """This holds even for invalid UTF-8, for which a window may be wrong in the middle."""
     tokenizer = made.byte_level()
     text, shown = (

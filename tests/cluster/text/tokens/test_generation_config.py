@@ -93,7 +93,7 @@ def test_null_means_the_default_and_a_neutral_value_does_not(folder):
 
 
 @pytest.mark.slow
-def test_the_file_is_ignored_where_configured(folder):
+def test_the_file_is_ignored_if_configured(folder):
     got = engine_requests(folder, list(REQUESTS.items()), **{"model.generation_config": "none"})
     assert [filters(request) for request, _ in got] == [NEUTRAL] * 4
     assert got[1][0].max_tokens > 100

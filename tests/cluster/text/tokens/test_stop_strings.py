@@ -42,7 +42,7 @@ def run(
 
 @settings(max_examples=600, deadline=None)
 @given(PIECES, STOPS, st.booleans(), st.integers(0, 6))
-def test_text_stop_and_token_are_those_of_a_plain_reading(
+def test_text_stop_and_token_equal_those_of_a_plain_search(
     pieces: list[str], stops: list[str], include: bool, min_tokens: int
 ) -> None:
     shown, stop, count = run(pieces, stops, include, min_tokens)
@@ -51,7 +51,7 @@ def test_text_stop_and_token_are_those_of_a_plain_reading(
 
 @settings(max_examples=300, deadline=None)
 @given(PIECES, STOPS)
-def test_exactly_what_may_become_a_stop_is_held(pieces: list[str], stops: list[str]) -> None:
+def test_exactly_the_possible_beginning_of_a_stop_string_is_held(pieces: list[str], stops: list[str]) -> None:
     checker, text, shown = StopChecker(stops), "", ""
     for count, piece in enumerate(pieces, 1):
         text += piece
@@ -69,7 +69,7 @@ def test_exactly_what_may_become_a_stop_is_held(pieces: list[str], stops: list[s
 
 @settings(max_examples=200, deadline=None)
 @given(st.text("ab", max_size=30), STOPS, st.booleans(), st.data())
-def test_borders_between_pieces_do_not_matter(
+def test_the_split_into_pieces_does_not_matter(
     text: str, stops: list[str], include: bool, data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -116,7 +116,7 @@ def test_equal_requests_share_what_their_stops_need() -> None:
     assert kept < 3 << 20
 
 
-def test_a_thousand_requests_leave_little_memory_behind() -> None:
+def test_a_thousand_requests_leave_little_memory() -> None:
     tracemalloc.start()
     try:
         for request in range(100):
