@@ -264,7 +264,9 @@ def refusal_of(llm: LLM, source: Any) -> str:
     return ""
 
 
-def test_temporary_folders_are_removed(old: Path, new: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_temporary_folders_are_removed(
+    old: Path, new: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     tensors = load_file(new / "model.safetensors")
     with engine(old) as llm:

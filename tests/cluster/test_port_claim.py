@@ -134,7 +134,9 @@ def test_a_replaced_ingress_finds_its_port(
     assert is_free(claims, "b")
 
 
-def test_a_claim_is_released_with_its_ray(claims: PortClaims, raylet: subprocess.Popen[str]) -> None:
+def test_a_claim_is_released_with_its_ray(
+    claims: PortClaims, raylet: subprocess.Popen[str]
+) -> None:
     claims.claim("127.0.0.1", PORT, "a", raylet.pid).release(ends=False)
     assert not is_free(claims, "b")
     end(raylet)

@@ -24,7 +24,9 @@ def options(config: Config) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stall_timeout_s", [3, 30, 300])
-def test_an_outage_stops_no_replica(stall_timeout_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outage_stops_no_replica(
+    stall_timeout_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(NAME, raising=False)
     config = load({**CONFIG, "cluster": {"stall_timeout_s": stall_timeout_s}})
     deployments = options(config)

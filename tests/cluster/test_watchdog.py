@@ -190,7 +190,9 @@ def silence_of(monkeypatch: pytest.MonkeyPatch, took_s: float, waited_s: float) 
     return clock[0]
 
 
-def test_silence_counts_only_time_in_which_the_loop_could_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_counts_only_time_in_which_the_loop_could_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert silence_of(monkeypatch, 0.05, 0.0) == pytest.approx(1.0, abs=0.1)
     assert silence_of(monkeypatch, 0.05, 0.025) == pytest.approx(2.0, abs=0.1), (
         "half of it had no core"

@@ -89,12 +89,12 @@ def settings(arguments: dict[str, Any]) -> Config:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_ray_takes_the_cluster(name: str) -> None:
+def test_ray_accepts_the_cluster_file(name: str) -> None:
     validate_config(prepare_config(cluster(name)))
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_ray_refuses_a_cluster_with_a_wrong_key(name: str) -> None:
+def test_ray_refuses_a_cluster_file_with_an_unknown_key(name: str) -> None:
     wrong = prepare_config(cluster(name))
     wrong["setup_comands"] = []
     with pytest.raises(jsonschema.ValidationError):
@@ -102,7 +102,7 @@ def test_ray_refuses_a_cluster_with_a_wrong_key(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CLUSTERS)
-def test_a_cluster_copies_all_that_pip_needs_and_the_token(name: str) -> None:
+def test_a_cluster_file_copies_the_files_that_pip_needs_and_the_token(name: str) -> None:
     mounts = cluster(name)["file_mounts"]
     assert mounts.pop("~/.ray/auth_token") == "~/.ray/auth_token"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -122,7 +122,7 @@ def test_a_cluster_starts_ray_with_the_shared_options_and_deploys(name: str) -> 
     assert f"serve deploy ~/swell-source/configs/ray/{CLUSTERS[name]}.yaml;" in deploy
 
 
-def test_clouds_differ_in_hosts_alone() -> None:
+def test_cloud_files_differ_only_in_their_hosts() -> None:
     same = ("file_mounts", "rsync_exclude", "setup_commands", "head_start_ray_commands")
     aws, gcp, local = (cluster(name) for name in ("aws", "gcp", "local"))
     assert [aws[key] for key in same] == [gcp[key] for key in same]
@@ -130,20 +130,20 @@ def test_clouds_differ_in_hosts_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["aws", "gcp"])
-def test_workers_of_a_cloud_are_spot_hosts_and_the_head_is_not(name: str) -> None:
+def test_only_workers_of_a_cloud_are_spot_hosts(name: str) -> None:
     kinds = cluster(name)["available_node_types"]
     assert "SPOT" not in str(kinds["head"]).upper()
     assert "SPOT" in str(kinds["gpu"]).upper() and kinds["gpu"]["min_workers"] == 2
 
 
-def test_environment_of_a_host() -> None:
+def test_hosts_have_the_documented_environment() -> None:
     found = environment()
     assert found["PATH"].startswith("/home/x/swell-env/bin:")
     assert found["RAY_AUTH_MODE"] == "token" and "OMP_NUM_THREADS" not in found
     assert "--node-ip-address=10.0.0.9 " in found["SWELL_NODE"]
 
 
-def test_ports_of_ray_and_swell_are_apart_and_documented() -> None:
+def test_ports_of_ray_and_swell_are_disjoint_and_documented() -> None:
     page = (ROOT / "docs" / "operate" / "network.md").read_text()
     ports = [int(port) for _, port in PORT_OPTION.findall(environment()["SWELL_NODE"])]
     assert len(ports) == len(set(ports)) == 8
@@ -158,7 +158,7 @@ def test_ports_of_ray_and_swell_are_apart_and_documented() -> None:
 
 
 @pytest.mark.parametrize("name", [*sorted(set(CLUSTERS.values())), "k8s"])
-def test_ray_serve_and_swell_take_the_application(name: str) -> None:
+def test_ray_serve_and_swell_accept_the_application_file(name: str) -> None:
     found = ServeDeploySchema(**applications()[name])
     (app,) = found.applications
     assert app.import_path == "swell.cluster.app:build"
@@ -167,12 +167,12 @@ def test_ray_serve_and_swell_take_the_application(name: str) -> None:
     assert config.parallel.data == 2 and config.serve.host == "interface"
 
 
-def test_swell_refuses_an_application_with_a_wrong_key() -> None:
+def test_swell_refuses_an_application_file_with_an_unknown_key() -> None:
     with pytest.raises(ConfigError, match=r"serve\.prot"):
         settings({"config": "nano", "serve.prot": 1})
 
 
-def test_the_fields_of_a_ray_service() -> None:
+def test_a_ray_service_has_the_required_fields() -> None:
     found, _ = service()
     assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayService")
     spec, ray = found["spec"], found["spec"]["rayClusterConfig"]
@@ -190,7 +190,7 @@ def test_the_fields_of_a_ray_service() -> None:
     assert 1 <= worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
 
 
-def test_traffic_reaches_pods_that_are_ready() -> None:
+def test_traffic_reaches_only_ready_pods() -> None:
     found, http = service()
     worker = found["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]
     (container,) = worker["spec"]["containers"]
@@ -203,7 +203,7 @@ def test_traffic_reaches_pods_that_are_ready() -> None:
     assert [port["targetPort"] for port in http["spec"]["ports"]] == [probe["port"]]
 
 
-def test_pods_that_end_have_the_time_to_drain() -> None:
+def test_terminating_pods_have_time_to_drain() -> None:
     """Pods that terminate have enough time to drain, and at most one serving pod is evicted at a
     time."""
     found, http = service()
@@ -221,7 +221,7 @@ def test_pods_that_end_have_the_time_to_drain() -> None:
     }
 
 
-def test_a_pod_that_ends_names_its_own_node(tmp_path: Path) -> None:
+def test_a_terminating_pod_names_its_own_node(tmp_path: Path) -> None:
     """A pod that terminates names its own node: the preStop script runs with a `ray` stub that
     prints its arguments, next to a process that Ray would start."""
     pod = service()[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
@@ -254,7 +254,7 @@ def test_pods_have_the_environment_of_hosts() -> None:
         assert {item["name"]: item["value"] for item in pod} == hosts
 
 
-def test_the_image_has_all_that_pip_needs() -> None:
+def test_the_image_has_the_files_that_pip_needs() -> None:
     copied = re.findall(r"^COPY (.+) \S+$", (KUBERNETES / "Dockerfile").read_text(), re.M)
     mounts = copy.copy(cluster("local")["file_mounts"])
     del mounts["~/.ray/auth_token"]

@@ -33,7 +33,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 @pages
-def test_the_keys_on_a_page_exist(page) -> None:
+def test_keys_on_the_pages_exist(page) -> None:
     keys = set(KEY.findall(page.read_text()))
     unknown = {
         f"{section}.{key}"
@@ -45,7 +45,7 @@ def test_the_keys_on_a_page_exist(page) -> None:
     assert unknown == set()
 
 
-def test_a_key_that_does_not_exist_is_found() -> None:
+def test_an_unknown_key_is_found() -> None:
     assert KEY.findall("set `cache.dtype: fp8` and `cluster.ports`") == [
         ("cache", "dtype"),
         ("cluster", "ports"),
@@ -102,7 +102,7 @@ def test_the_metrics_on_a_page_exist(page) -> None:
         assert label is None or label in metrics[name], match[0]
 
 
-def test_the_page_of_metrics_has_all() -> None:
+def test_the_page_of_metrics_lists_all_metrics() -> None:
     page = (ROOT / "docs" / "operate" / "metrics.md").read_text()
     named = {match[0].partition("{")[0] for match in METRIC.finditer(page)}
     derived = re.compile(r"_(bucket|count|sum|created)$")
@@ -144,7 +144,7 @@ def test_the_fields_of_the_cluster_on_a_page_exist(page) -> None:
     assert set(FIELD.findall(page.read_text())) <= state_fields(ClusterState) | keys
 
 
-def test_what_does_not_exist_is_found() -> None:
+def test_unknown_names_on_a_page_are_found() -> None:
     text = "`GET /admin/nothing`, `/reedy`, `rescale.reason` and `swell_nothing_total{engine}`"
     assert [*ROUTE.findall(text), *PROBE.findall(text), *FIELD.findall(text)] == [
         ("GET", "/admin/nothing"),

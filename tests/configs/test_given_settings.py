@@ -19,14 +19,16 @@ OVERRIDES = st.dictionaries(
 
 
 @given(OVERRIDES)
-def test_it_means_the_same_and_has_the_keys_that_were_given(overrides: dict[str, Any]) -> None:
+def test_given_settings_load_equally_and_have_only_the_given_keys(
+    overrides: dict[str, Any],
+) -> None:
     found = given_settings("owner/name", overrides)
     assert load(found) == load("owner/name", overrides)
     keys = {f"{section}.{key}" for section, keys in found.items() for key in keys}
     assert keys == {"model.path", *overrides}
 
 
-def test_a_file_with_paths_relative_to_it(tmp_path: Path) -> None:
+def test_relative_paths_of_a_file_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "a.yaml").write_text("model: {path: model}\ndrafts: {model: {path: model}}\n")
     found = given_settings(str(tmp_path / "a.yaml"), {"drafts.method": "model"})
@@ -35,6 +37,6 @@ def test_a_file_with_paths_relative_to_it(tmp_path: Path) -> None:
     assert load(found).drafts.model.path == str(tmp_path / "model")  # type: ignore[union-attr]
 
 
-def test_what_load_refuses_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_row"):
         given_settings("owner/name", {"scheduler.max_row": 3})

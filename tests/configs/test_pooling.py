@@ -48,14 +48,14 @@ def test_a_causal_language_model_samples(architecture):
         ("LlamaForSequenceClassification", "last", "classify"),
     ],
 )
-def test_an_architecture_that_pools(architecture, method, task):
+def test_a_pooling_architecture_is_recognised(architecture, method, task):
     spec = read(config(architecture))
     assert spec is not None
     assert (spec.method, spec.task, spec.normalize) == (method, task, task == "embed")
     assert read(config(architecture), runner="generate") is None
 
 
-def test_a_folder_or_the_configuration_makes_a_causal_model_pool():
+def test_a_folder_or_the_configuration_enables_pooling_of_a_causal_model():
     qwen = config("Qwen3ForCausalLM")
     spec = read(
         {**qwen, "modules.json": POOLING, "1_Pooling/config.json": {"pooling_mode": "mean"}}
@@ -130,7 +130,7 @@ def test_the_files_of_sentence_transformers():
         read(files)
 
 
-def test_classes_and_what_scores_become():
+def test_classes_and_activations_are_read():
     labels = {"0": "bad", "1": "good"}
     spec = read(
         config(

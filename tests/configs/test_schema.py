@@ -164,11 +164,11 @@ def test_derived_values() -> None:
 # -------------------------------------------------------------------------------- sources
 
 
-def test_a_name_that_is_no_yaml_file_is_a_model() -> None:
+def test_a_name_other_than_a_yaml_file_is_a_model() -> None:
     assert load("owner/name").model.path == "owner/name"
 
 
-def test_a_model_path_is_tried_beside_the_file_first(tmp_path, monkeypatch) -> None:
+def test_a_model_path_is_first_resolved_in_the_folder_of_the_file(tmp_path, monkeypatch) -> None:
     """A model path is first tried next to the file: a folder there wins over the working directory,
     and a name without a folder there is not changed."""
     for parent in ("here", "elsewhere"):
@@ -206,12 +206,12 @@ def test_overrides_win_over_the_source(tmp_path) -> None:
     assert (loaded.model.seed, loaded.scheduler.max_rows) == (2, 4)
 
 
-def test_a_match_of_drafts_is_not_longer_than_its_limit() -> None:
+def test_the_minimum_of_a_draft_match_is_not_above_its_maximum() -> None:
     text = refusal({"model": {"path": "m"}, "drafts": {"min_match": 9}})
     assert "drafts.min_match=9" in text and "drafts.max_match=8" in text
 
 
-def test_experts_are_balanced_where_engines_share_them() -> None:
+def test_experts_are_balanced_only_among_engines_that_share_them() -> None:
     source = {"model": {"path": "m"}, "parallel": {"balance_steps": 100}}
     assert "set parallel.expert=true" in refusal(source)
     assert load(source, {"parallel.expert": True}).parallel.balance_steps == 100
@@ -221,7 +221,7 @@ def test_experts_are_balanced_where_engines_share_them() -> None:
     assert "needs parallel.balance_steps" in text
 
 
-def test_several_steps_per_plan_stand_alone() -> None:
+def test_several_steps_per_plan_exclude_drafts_and_shared_experts() -> None:
     source = {"model": {"path": "m"}, "scheduler": {"steps_per_plan": 4}}
     text = refusal(source, {"drafts.method": "ngram"})
     assert "scheduler.steps_per_plan=4" in text and "drafts.method=none" in text
@@ -229,7 +229,7 @@ def test_several_steps_per_plan_stand_alone() -> None:
     assert "scheduler.steps_per_plan=4" in text and "parallel.expert=true" in text
 
 
-def test_a_draft_model_is_named_where_it_is_used_and_nowhere_else(tmp_path) -> None:
+def test_a_draft_model_is_required_exactly_by_the_methods_that_use_it(tmp_path) -> None:
     for method in ("model", "eagle", "eagle3"):
         text = refusal({"model": {"path": "m"}, "drafts": {"method": method}})
         assert text.startswith(f"drafts.method={method} needs drafts.model")
@@ -279,7 +279,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path) -> None:
     assert "folder.yaml" in refusal(str(tmp_path / "folder.yaml"))
 
 
-def test_a_mapping_with_a_strange_value_is_refused() -> None:
+def test_a_mapping_with_an_unsupported_value_is_refused() -> None:
     assert refusal({"model": {"path": Path("m")}}).startswith("model.path=PosixPath('m'):")
     assert "scheduler" in refusal({"model": {"path": "m"}, "scheduler": 3}, {"scheduler.a": 1})
 
@@ -307,7 +307,7 @@ def test_every_yaml_of_ours_loads() -> None:
         (" model.name = x", "model.name", "x"),
     ],
 )
-def test_parse_override(text: str, key: str, value: object) -> None:
+def test_an_override_is_parsed(text: str, key: str, value: object) -> None:
     assert parse_override(text) == (key, value)
     load({"model": {"path": "m"}}, dict([parse_override(text)]))
 
@@ -352,7 +352,7 @@ def test_a_log_line_carries_its_facts() -> None:
     assert second.endswith("WARNING swell.test_schema rank wins rank=1")
 
 
-def test_clients_may_be_as_late_as_an_outage_makes_them() -> None:
+def test_the_client_timeout_exceeds_the_longest_outage() -> None:
     """Timeouts of clients cover an outage that the cluster survives: TCP resends what a link lost
     after up to twice the outage."""
     default = config()
@@ -372,14 +372,12 @@ def test_clients_may_be_as_late_as_an_outage_makes_them() -> None:
         ({}, {"cache.blok_tokens": 4}, "'block_tokens'"),
     ],
 )
-def test_a_key_that_resembles_a_known_one_is_hinted_at(
-    data: dict, overrides: dict, hint: str
-) -> None:
+def test_a_key_similar_to_a_known_one_has_a_hint(data: dict, overrides: dict, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"; did you mean {hint}\\?;"):
         load({"model": {"path": "m"}, **data}, overrides)
 
 
-def test_a_key_that_resembles_none_has_no_hint() -> None:
+def test_a_key_without_a_similar_one_has_no_hint() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"model": {"path": "m"}, "cache": {"qqq": 4}})
     assert "did you mean" not in str(caught.value)

@@ -114,6 +114,6 @@ def test_the_whole_vocabulary_of_a_prompt_is_returned_within_a_bound(
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-def test_a_nucleus_of_nothing_is_greedy(in_process_server: InProcessServer, path: str) -> None:
+def test_top_p_zero_means_greedy(in_process_server: InProcessServer, path: str) -> None:
     greedy = send(in_process_server, path, temperature=0)
     assert texts(send(in_process_server, path, temperature=2.0, top_p=0)) == texts(greedy)

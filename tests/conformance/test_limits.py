@@ -44,7 +44,7 @@ def edges() -> list[tuple[str, str, float, float]]:
 
 
 @pytest.mark.parametrize(("path", "name", "taken", "refused"), edges())
-def test_limits(
+def test_every_limit_is_enforced(
     in_process_server: InProcessServer, path: str, name: str, taken: float, refused: float
 ) -> None:
     body = {"model": MODEL, **BODIES[path][1], **TAKEN_TOGETHER.get(name, {})}
@@ -56,5 +56,5 @@ def test_limits(
         assert response.status_code == 200, response.text
 
 
-def test_there_are_limits() -> None:
+def test_the_list_of_limits_is_not_empty() -> None:
     assert len({(path, name) for path, name, *_ in edges()}) >= 25

@@ -38,7 +38,9 @@ def test_a_wrong_method_gets_the_allowed_ones(
     assert "allow" not in in_process_server.client.get("/v1/nothing").headers
 
 
-def test_a_call_comes_back_as_litellm_writes_it(in_process_server: InProcessServer) -> None:
+def test_a_call_in_the_form_of_litellm_is_accepted_as_history(
+    in_process_server: InProcessServer,
+) -> None:
     """A call is accepted as LiteLLM returns it: LiteLLM adds `provider_specific_fields` to an
     answer, and sends all of it back."""
     answer = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -99,7 +101,7 @@ def test_continuous_usage_needs_usage(in_process_server: InProcessServer) -> Non
         (200, "text/event-stream", b"data: [OVER]\n\n"),
     ],
 )
-def test_answers_outside_of_the_document_are_detected(
+def test_answers_that_contradict_the_document_are_detected(
     status: int, kind: str, content: bytes
 ) -> None:
     headers = {"content-type": kind, "x-swell-engine": "0"}

@@ -56,7 +56,7 @@ def _is_long(tokens: Any) -> bool:
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-def test_the_document_is_what_the_server_does(
+def test_the_server_follows_its_openapi_document(
     case: Any, in_process_server: InProcessServer
 ) -> None:
     case.call_and_validate(base_url=in_process_server.url, session=in_process_server.session)

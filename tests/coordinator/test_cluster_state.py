@@ -167,7 +167,7 @@ def test_reports_of_gone_ranks_are_dropped() -> None:
     )
 
 
-def test_a_leaving_engine_is_still_heard() -> None:
+def test_reports_of_a_leaving_engine_are_still_accepted() -> None:
     cluster_state = cluster_state_of(0)
     cluster_state.change(lambda roster: leave(roster, [0]), 0.1)
     cluster_state.report(EngineReport(0, running=2), 0.2)
@@ -198,7 +198,7 @@ def test_only_a_new_roster_is_sent_whole() -> None:
     assert isinstance(cluster_state.due(2.5), ClusterReports)
 
 
-def test_engines_that_go_together_make_one_view() -> None:
+def test_engines_removed_together_cause_one_view() -> None:
     """Engines that leave together cause one view; the view of a thousand engines takes 200 kB."""
     cluster_state, views = cluster_state_of(*range(1000)), []
     cluster_state.report(EngineReport(999, steps=1), 1.0)
@@ -222,7 +222,7 @@ def test_many_engines_report_less_often() -> None:
     assert 4 * most / load_report_s(CONFIG, 4 * most) == most / CONFIG.load_report_s
 
 
-def test_what_is_about_no_engine_is_published_as_soon_as_a_load() -> None:
+def test_cluster_wide_values_are_published_as_early_as_loads() -> None:
     cluster_state, at = cluster_state_of(0), 0.125 + CONFIG.load_report_s
     assert cluster_state.due(0.125, has_news=True) is None
     assert cluster_state.wait_s(0.125) == CONFIG.load_report_s

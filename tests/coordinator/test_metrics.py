@@ -97,7 +97,7 @@ def test_one_phase_is_the_current_one() -> None:
     assert phases == {"idle": 0, "pending": 0, "prepare": 0, "commit": 0, "drain": 1, "failed": 0}
 
 
-def test_what_the_manager_wants_is_shown() -> None:
+def test_the_target_of_the_manager_is_shown() -> None:
     values = scrape(
         ClusterView(Roster(), ClusterReports(scaling=ScalingCounts(5, 2, 3, 1, 1))), "direction"
     )
@@ -108,7 +108,7 @@ def test_what_the_manager_wants_is_shown() -> None:
     assert values["swell_autoscaler_decisions_total", "shrink"] == 1
 
 
-def test_how_upgrades_ended_is_shown() -> None:
+def test_outcomes_of_upgrades_are_shown() -> None:
     scaling = ScalingCounts(upgrade=UpgradeStatus("rolling back", 4, 2, 1))
     view = ClusterView(Roster(), ClusterReports(scaling=scaling))
     results = {result: value for (_, result), value in scrape(view, "result").items() if result}

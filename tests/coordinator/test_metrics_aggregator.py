@@ -49,7 +49,7 @@ def test_all_others_are_counted_once(said):
             assert bool(total) == any(name in counts for counts in true.values())
 
 
-def test_the_dead_are_not_kept_apart_for_ever():
+def test_counts_of_dead_ingresses_are_merged():
     metrics_aggregator = MetricsAggregator()
     for index in range(1000):
         metrics_aggregator.record(index, {"n": [1.0]}, index * HOUR_S)
@@ -69,7 +69,7 @@ def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
 
 
 @pytest.mark.parametrize("ingresses", [2, 8, 20, 50, 200])
-def test_many_ingresses_cost_few_sums(monkeypatch, ingresses):
+def test_many_ingresses_need_few_sums(monkeypatch, ingresses):
     """Each ingress receives the counts of all others within two rounds."""
     aggregator, sums = MetricsAggregator(), []
     right = MetricsAggregator._sum_others
@@ -86,7 +86,7 @@ def test_many_ingresses_cost_few_sums(monkeypatch, ingresses):
     assert len(sums) <= 8 and len(sums) * ingresses <= 64 + ingresses
 
 
-def test_adding_changes_neither():
+def test_add_does_not_modify_its_arguments():
     one, other = {"a": [1.0]}, {"a": [2.0], "b": [3.0]}
     assert add(one, other) == {"a": [3.0], "b": [3.0]}
     assert (one, other) == ({"a": [1.0]}, {"a": [2.0], "b": [3.0]})

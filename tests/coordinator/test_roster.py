@@ -36,7 +36,7 @@ steps = st.lists(st.tuples(names, ranks), max_size=12)
 
 
 @given(steps)
-def test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster(changes) -> None:
+def test_a_change_advances_the_epoch_and_a_no_op_keeps_the_roster(changes) -> None:
     """The members are those of a reference dict of states, in the order of their ranks."""
     roster, states = Roster(), {}
     for name, going in changes:
@@ -82,7 +82,7 @@ def test_newcomers_that_join_together_make_one_epoch() -> None:
     assert roster_of(4, 2, 0).ranks == [0, 2, 4]
 
 
-def test_who_left_on_request_is_told_from_who_was_lost() -> None:
+def test_requested_departures_are_distinguished_from_losses() -> None:
     roster = join(Roster(), [member(rank, incarnation=10 + rank) for rank in range(4)])
     roster = remove(detach(leave(roster, [0, 1, 2]), [1, 0, 7]), [2])
     assert roster.ranks == [3] and roster.left == (10, 11)
@@ -91,7 +91,7 @@ def test_who_left_on_request_is_told_from_who_was_lost() -> None:
     assert remove(roster, [1]).left == (10,)
 
 
-def test_it_is_known_of_the_newest_that_left() -> None:
+def test_the_roster_remembers_the_latest_departures() -> None:
     roster = Roster()
     for incarnation in range(MAX_LEFT + 5):
         roster = detach(join(roster, [member(0, incarnation=incarnation)]), [0])

@@ -135,7 +135,7 @@ class OwnedByLoop:
         setattr(self.inner, name, value)
 
 
-def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
+def test_only_its_own_thread_accesses_the_state(service) -> None:
     owned = service._state_machine = OwnedByLoop(service._state_machine)
     service.join([member(0), member(1)], SOON_S)
     service.leave([1])
@@ -162,7 +162,7 @@ def test_the_state_is_touched_by_its_own_thread_alone(service) -> None:
 
 
 @pytest.mark.parametrize("part", ["tick", "_reports"])
-def test_a_loop_that_fails_ends_the_coordinator(monkeypatch, deaths, part) -> None:
+def test_a_failed_loop_stops_the_coordinator(monkeypatch, deaths, part) -> None:
     """A failure outside of any message terminates the coordinator; Ray starts another process."""
 
     def planted(*_args: object) -> None:
@@ -229,7 +229,7 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
         subscriber.close()
 
 
-def test_a_successor_that_was_stopped_while_it_listened_listens_on() -> None:
+def test_a_successor_stopped_while_listening_listens_longer() -> None:
     """A new coordinator whose listening period has expired when it wakes up keeps listening,
     because it has not yet processed the messages of that time."""
     runtime = JumpingRuntime()
@@ -276,7 +276,7 @@ def test_a_report_reaches_the_subscribers(service, connect) -> None:
     ]
 
 
-def test_each_ingress_receives_what_all_others_have_counted(service) -> None:
+def test_each_ingress_receives_the_counts_of_all_others(service) -> None:
     def said(index: int, *, total: float) -> dict[str, list[float]]:
         """Returns what ingress `index` receives after it has reported this total."""
         outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
@@ -307,7 +307,7 @@ def test_without_subscription_nothing_is_sent(service, connect) -> None:
     assert engine.receive(0.0) is None
 
 
-def test_an_ingress_that_has_missed_a_roster_gets_it(service, connect) -> None:
+def test_an_ingress_that_missed_a_roster_receives_it(service, connect) -> None:
     """An ingress that has missed a roster receives it: its next subscription says which roster it
     has."""
     subscriber = connect()
@@ -338,7 +338,7 @@ def test_a_publication_is_encoded_once_for_all(service, connect, monkeypatch) ->
     assert encoded.count("ClusterView") == 1
 
 
-def test_heartbeats_come_without_changes(service, connect) -> None:
+def test_heartbeats_are_sent_without_changes(service, connect) -> None:
     subscriber = connect()
     subscriber.send(Subscribe(0))
     first = receive_view(subscriber, lambda _view: True)
@@ -398,7 +398,7 @@ def test_a_malformed_message_is_dropped(service, connect) -> None:
     receive_view(subscriber, lambda view: [report.steps for report in view.reports.engines] == [5])
 
 
-def test_commands_go_to_the_engine_that_has_the_rank_now(connect_to) -> None:
+def test_commands_reach_the_current_engine_of_a_rank(connect_to) -> None:
     """Commands go to the engine that has the rank now. Its predecessor sent messages first, and the
     engine has not introduced itself yet when it joins."""
     service, connect = connect_to
@@ -445,7 +445,7 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
     assert service.view().roster.ranks == [0]
 
 
-def test_an_engine_that_reports_before_its_hello_is_asked_for_it(connect_to) -> None:
+def test_an_engine_that_reports_before_its_hello_is_requested_to_send_it(connect_to) -> None:
     """The engine joins while the others pause. The epoch of the group is newer than its own,
     although nothing was sent to it yet."""
     service, connect = connect_to
@@ -495,7 +495,7 @@ def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[Engin
     service.stop()
 
 
-def test_the_state_of_the_manager_outlives_it_and_the_coordinator(service) -> None:
+def test_the_managers_state_survives_manager_and_coordinator(service) -> None:
     """The manager's state outlives the manager and the coordinator: an engine keeps the newest
     state, and reports which manager led and what it wanted."""
     newest = ManagerState(DesiredState("new", target=3, pause_requested=True, term=2, number=7))
@@ -541,7 +541,7 @@ def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> Non
     assert service.view() != before
 
 
-def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() -> None:
+def test_a_kept_leaving_engine_is_not_removed_at_its_deadline() -> None:
     runtime = JumpingRuntime()
     service = CoordinatorService(CONFIG, runtime, lockstep=True)
     machine = service._state_machine
@@ -563,7 +563,7 @@ def test_an_engine_that_is_kept_while_it_goes_is_not_taken_out_after_the_time() 
         service.stop()
 
 
-def test_what_was_idle_under_an_earlier_roster_stays(service) -> None:
+def test_an_engine_that_was_idle_only_under_an_earlier_roster_stays(service) -> None:
     """An engine that was idle under an earlier roster is not detached: a request may have moved to
     it since."""
     service.join([member(0), member(1)], SOON_S)
@@ -576,7 +576,7 @@ def test_what_was_idle_under_an_earlier_roster_stays(service) -> None:
     assert service.detach([1], SOON_S, ManagerId(), before.epoch).ranks == [0]
 
 
-def test_a_coordinator_on_another_host_listens_until_its_peers_have_missed_it() -> None:
+def test_a_coordinator_on_another_host_listens_until_its_peers_detected_the_loss() -> None:
     keys = make_keys()
     here = CoordinatorEndpoint(keys, host="127.0.0.1")
     elsewhere = CoordinatorEndpoint(keys, host="192.0.2.1", port=1234)
@@ -596,7 +596,7 @@ def test_a_coordinator_on_another_host_listens_until_its_peers_have_missed_it() 
         moved.stop()
 
 
-def test_how_long_a_successor_listens() -> None:
+def test_a_successor_listens_for_the_expected_time() -> None:
     soon_s = 1.0 + CONFIG.heartbeat_s
     limit_s = soon_s + CONFIG.stall_timeout_s
     heard = partial(recovery_s, CONFIG)

@@ -65,7 +65,7 @@ def test_dense_engines_join_and_detach_at_once(dense) -> None:
     assert dense.roster.ranks == [1]
 
 
-def test_a_taken_rank_is_refused_and_who_is_here_may_join_again(dense) -> None:
+def test_an_occupied_rank_is_refused_and_its_own_engine_may_rejoin(dense) -> None:
     dense.join([member(0)], 0.0)
     dense.join([member(0)], 0.0)
     with pytest.raises(ValueError, match="rank 0"):
@@ -73,7 +73,7 @@ def test_a_taken_rank_is_refused_and_who_is_here_may_join_again(dense) -> None:
     assert dense.roster.epoch == 1
 
 
-def test_the_dead_are_not_heard(dense) -> None:
+def test_messages_of_removed_engines_are_ignored(dense) -> None:
     """Reports of a dead engine are ignored, also after another engine has taken its rank."""
     dense.join([member(0, 7)], 0.0)
     dense.remove_failed([0], 0.0)
@@ -103,7 +103,7 @@ def test_an_engine_is_in_the_roster_once_its_group_has_formed(lockstep) -> None:
     assert lockstep.commit_s == 2.0
 
 
-def test_an_engine_leaves_the_roster_once_its_group_goes_on_without_it(lockstep) -> None:
+def test_an_engine_leaves_the_roster_once_its_group_continues_without_it(lockstep) -> None:
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     lockstep.leave([1], 0.0)
@@ -117,7 +117,7 @@ def test_an_engine_leaves_the_roster_once_its_group_goes_on_without_it(lockstep)
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
 @pytest.mark.parametrize("is_lost", [True, False])
-def test_the_roster_says_of_an_engine_that_is_gone_whether_it_left(kind, is_lost, request) -> None:
+def test_the_roster_records_whether_a_removed_engine_left(kind, is_lost, request) -> None:
     machine = request.getfixturevalue(kind)
     machine.join([member(0), member(1, incarnation=8)], 0.0)
     form(machine)
@@ -134,7 +134,7 @@ def test_the_roster_says_of_an_engine_that_is_gone_whether_it_left(kind, is_lost
     assert machine.roster.left == (() if is_lost else (8,))
 
 
-def test_a_detached_engine_that_dies_first_was_lost(lockstep) -> None:
+def test_a_detached_engine_that_dies_first_counts_as_lost(lockstep) -> None:
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     lockstep.leave([1], 0.0)
@@ -144,7 +144,7 @@ def test_a_detached_engine_that_dies_first_was_lost(lockstep) -> None:
     assert lockstep.roster.ranks == [0] and lockstep.roster.left == ()
 
 
-def test_who_waits_for_the_group_to_pause_makes_no_progress_and_is_not_to_blame(lockstep) -> None:
+def test_an_engine_that_waits_for_a_pause_is_not_reported_as_stalled(lockstep) -> None:
     """An engine that waits for the group to pause makes no progress and is not blamed. A new
     coordinator adopts a group with a hanging engine and a newcomer that has a request."""
     group, outside = member(0), member(1)
@@ -196,7 +196,7 @@ def test_an_engine_that_leaves_and_replaces_a_worker_stays_until_it_has_finished
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
-def test_an_engine_that_replaces_a_worker_may_be_taken_out_meanwhile(kind, request) -> None:
+def test_a_repairing_engine_may_be_removed(kind, request) -> None:
     machine = request.getfixturevalue(kind)
     machine.join([member(0), member(1, 8)], 0.0)
     form(machine)
@@ -208,7 +208,7 @@ def test_an_engine_that_replaces_a_worker_may_be_taken_out_meanwhile(kind, reque
     assert machine.roster.ranks == [0] and machine.roster.left == (8,)
 
 
-def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockstep) -> None:
+def test_a_silent_leaving_engine_is_detached_with_another_silent_one(lockstep) -> None:
     """Two engines fall silent, and one of them is leaving. The group continues without the first
     one, so the leaving one is detached too, and no engine is left."""
     lockstep.join([member(0), member(1)], 0.0)
@@ -223,7 +223,7 @@ def test_of_two_that_fall_silent_the_one_that_goes_is_gone_with_the_other(lockst
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
-def test_an_engine_that_is_gone_is_not_kept(kind, request) -> None:
+def test_a_removed_engine_cannot_be_kept(kind, request) -> None:
     """An engine that is gone is not kept, although the manager detaches it and then wants it again;
     the other engines continue."""
     machine = request.getfixturevalue(kind)
@@ -237,7 +237,7 @@ def test_an_engine_that_is_gone_is_not_kept(kind, request) -> None:
     assert machine.waves.target_ranks == (1, 2)
 
 
-def test_repairs_of_an_engine_that_is_gone_are_not_its_successors(lockstep) -> None:
+def test_repairs_of_a_removed_engine_do_not_count_for_its_successor(lockstep) -> None:
     lockstep.join([member(0)], 0.0)
     form(lockstep)
     lockstep.on_message(EngineReport(0, 7, epoch=1, repairs=3), 0.0)
@@ -250,7 +250,7 @@ def test_repairs_of_an_engine_that_is_gone_are_not_its_successors(lockstep) -> N
     assert lockstep.on_message(report, 0.0) == [(0, Introduce())], "its `Repaired` was lost"
 
 
-def test_a_detached_engine_that_is_repaired_meanwhile_goes_all_the_same(lockstep) -> None:
+def test_a_detached_engine_is_removed_although_it_was_repaired(lockstep) -> None:
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     lockstep.leave([1], 1.0)
@@ -275,7 +275,7 @@ def test_a_detached_engine_that_is_kept_stays_in_the_group(lockstep) -> None:
     assert states(lockstep) == {0: MemberState.ACTIVE, 1: MemberState.ACTIVE}
 
 
-def test_a_death_takes_it_out_at_once_and_the_others_form_again(lockstep) -> None:
+def test_a_dead_engine_is_removed_at_once_and_the_others_regroup(lockstep) -> None:
     lockstep.join([member(0), member(1)], 0.0)
     form(lockstep)
     sends = lockstep.remove_failed([0], 0.0)
@@ -314,7 +314,7 @@ def test_a_repairing_engine_stays_and_is_active_again(kind, request) -> None:
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
 @pytest.mark.parametrize("leaves", [False, True])
-def test_a_report_tells_of_a_repair_whose_message_was_lost(kind, leaves, request) -> None:
+def test_a_report_reveals_a_repair_whose_message_was_lost(kind, leaves, request) -> None:
     """A connection that broke loses `Broken`, and a coordinator that recovers drops it."""
     state_machine = request.getfixturevalue(kind)
     state_machine.join([member(0), member(1)], 0.0)
@@ -336,7 +336,7 @@ def test_a_report_tells_of_a_repair_whose_message_was_lost(kind, leaves, request
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
-def test_an_engine_whose_message_that_it_is_back_was_lost_is_asked(kind, request) -> None:
+def test_an_engine_whose_repaired_message_was_lost_is_asked(kind, request) -> None:
     state_machine = request.getfixturevalue(kind)
     state_machine.join([member(0), member(1)], 0.0)
     form(state_machine)
@@ -369,7 +369,7 @@ def test_the_only_engine_may_repair_too(lockstep) -> None:
     assert states(lockstep) == {0: MemberState.ACTIVE}
 
 
-def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
+def test_a_silent_engine_is_removed_and_reported(dense) -> None:
     dense.join([member(0), member(1)], 0.0)
     dense.on_message(EngineReport(1, 7), 0.0)
     for tenth in range(100):
@@ -382,7 +382,7 @@ def test_a_silent_engine_is_taken_out_and_named(dense) -> None:
     assert dense.view().reports.stalls == 1
 
 
-def test_an_operators_pause_and_its_end(dense) -> None:
+def test_an_operator_pauses_and_resumes(dense) -> None:
     dense.join([member(0)], 0.0)
     assert dense.pause(0.0) == [(0, Pause(0))]
     assert dense.view().reports.state == "paused"
@@ -397,7 +397,7 @@ def test_an_operators_pause_and_its_end(dense) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
-def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
+def test_a_successor_takes_over_the_engines_that_report(kind, request) -> None:
     state_machine = request.getfixturevalue(kind)
     hellos = [EngineHello(member(r), 4, [0, 2], 9, int(Phase.STOPPED)) for r in (2, 0)]
     state_machine.recover(11, hellos, 0.0)
@@ -409,7 +409,7 @@ def test_a_successor_takes_over_what_it_hears_of(kind, request) -> None:
 
 
 @pytest.mark.parametrize("kind", ["dense", "lockstep"])
-def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind, request) -> None:
+def test_an_engine_known_to_a_successor_is_lost_when_it_is_silent(kind, request) -> None:
     """An engine that has introduced itself to a new coordinator has no more time than others, even
     before any report."""
     state_machine = request.getfixturevalue(kind)
@@ -425,7 +425,7 @@ def test_an_engine_that_a_successor_has_heard_of_is_lost_when_it_is_silent(kind,
     assert state_machine.roster.ranks == [0]
 
 
-def test_a_newcomer_that_has_introduced_itself_has_no_more_time_than_others(lockstep) -> None:
+def test_a_newcomer_after_its_hello_has_the_usual_limit(lockstep) -> None:
     """The group forms without a newcomer that has introduced itself but sends no report within the
     limit."""
     for rank in range(2):
@@ -436,7 +436,7 @@ def test_a_newcomer_that_has_introduced_itself_has_no_more_time_than_others(lock
     assert [engine.rank for engine in lockstep.stalled_engines] == [1]
 
 
-def test_the_epoch_advances_past_one_that_was_seen(dense) -> None:
+def test_the_epoch_advances_past_a_reported_one(dense) -> None:
     """The epoch advances past one that was seen: a new coordinator learned its predecessor's epoch
     too late."""
     dense.join([member(0)], 0.0)

@@ -123,7 +123,7 @@ _STEPS = st.lists(
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @given(steps=_STEPS)
-def test_no_order_of_events_ends_the_coordinator(
+def test_no_order_of_events_crashes_the_coordinator(
     lockstep: bool, steps: list[tuple[Callable[[Driver, set[int], int], None], set[int], int]]
 ) -> None:
     driver = Driver(lockstep=lockstep)

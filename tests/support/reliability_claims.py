@@ -55,10 +55,10 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     3: {
         "every change is a step to the next epoch": (
             "tests/coordinator/test_roster.py"
-            "::test_every_change_is_the_next_epoch_and_no_change_is_the_same_roster",
+            "::test_a_change_advances_the_epoch_and_a_no_op_keeps_the_roster",
         ),
         "late messages of a dead engine are dropped": (
-            f"{_STATE}::test_the_dead_are_not_heard",
+            f"{_STATE}::test_messages_of_removed_engines_are_ignored",
             "tests/coordinator/wave_protocol/test_waves.py::test_messages_of_another_epoch_are_dropped",
         ),
     },
@@ -72,7 +72,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_CLIENT}/test_request_placer.py::test_two_losses_while_engines_leave_end_a_request",
         ),
         "the roster names the engines that left on request": (
-            "tests/coordinator/test_roster.py::test_who_left_on_request_is_told_from_who_was_lost",
+            "tests/coordinator/test_roster.py::test_requested_departures_are_distinguished_from_losses",
         ),
         "`request_failed` if both losses were workers of one engine": (
             "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
@@ -114,16 +114,16 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/simulator/changes/test_hanging_newcomer.py::test_the_other_newcomer_serves",
         ),
         "without the new engine that its peers do not reach": (
-            f"{_FORMING}::test_the_newcomer_whom_the_others_do_not_reach_is_called_off",
+            f"{_FORMING}::test_an_unreachable_newcomer_is_removed",
         ),
         "The only engine of a group gets one": (
-            f"{_FORMING}::test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs",
+            f"{_FORMING}::test_a_single_engine_that_does_not_follow_the_probe_hangs",
         ),
     },
     8: {
         "the other engines keep their requests and form the next group": (
             "tests/coordinator/wave_protocol/test_waves.py::test_an_engine_may_die_in_each_state",
-            f"{_STATE}::test_a_death_takes_it_out_at_once_and_the_others_form_again",
+            f"{_STATE}::test_a_dead_engine_is_removed_at_once_and_the_others_regroup",
         ),
         "each engine computes its requests alone": (
             f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit",
@@ -153,7 +153,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/coordinator/test_service.py::test_a_stalled_coordinator_keeps_its_subscribers",
         ),
         "A restarted coordinator learns the members from the engines": (
-            f"{_STATE}::test_a_successor_takes_over_what_it_hears_of",
+            f"{_STATE}::test_a_successor_takes_over_the_engines_that_report",
         ),
         "if another process holds that address, it waits until the address is free": (
             "tests/coordinator/transport/test_channel.py::test_a_successor_waits_until_its_address_is_free",
@@ -200,7 +200,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     },
     13: {
         "reads all waiting messages before it decides that a peer is gone": (
-            f"{_MONITOR}::test_a_monitor_that_was_stopped_names_no_engine",
+            f"{_MONITOR}::test_a_resumed_monitor_reports_no_engine",
             "tests/engine/executor/test_worker_monitor.py"
             "::test_a_monitor_that_slept_finds_no_worker_when_it_wakes",
         ),
@@ -217,7 +217,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "::test_an_ingress_without_its_heartbeat_task_exits",
             "tests/engine/executor/test_background_task_failures.py"
             "::test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits",
-            "tests/coordinator/test_service.py::test_a_loop_that_fails_ends_the_coordinator",
+            "tests/coordinator/test_service.py::test_a_failed_loop_stops_the_coordinator",
         ),
         "it is dropped and counted": (
             "tests/engine/executor/test_background_task_failures.py"
@@ -334,7 +334,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "An engine that the coordinator does not hear": {
         "even if ingresses still reach it": (
-            f"{_STATE}::test_a_silent_engine_is_taken_out_and_named",
+            f"{_STATE}::test_a_silent_engine_is_removed_and_reported",
         ),
     },
     "The host of Ray's GCS.": {},

@@ -241,9 +241,7 @@ def test_control_tokens_in_tools_calls_and_documents_are_text() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_control_token_is_text_for_every_tokenizer_family(
-    family: str, normalized: bool
-) -> None:
+def test_a_control_token_is_text_for_every_tokenizer_family(family: str, normalized: bool) -> None:
     """This includes models that have the token's text as a word, and normalizers that change it."""
     backend = Tokenizer.from_str(FAMILIES[family]().to_str())
     tokens = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_computed_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_unsupported_features_are_refused_by_name(tmp_path: Path, name: str) -> None:
     changes, text = REFUSED[name]
     write(tmp_path)
     settings_of(tmp_path, **changes)
@@ -166,7 +166,7 @@ _KEYS = st.sampled_from(
 
 @settings(max_examples=150)
 @given(key=_KEYS | st.text("abcdefgh_", min_size=1, max_size=8), value=_VALUES)
-def test_a_key_that_is_not_read_has_no_value(
+def test_a_key_without_support_must_be_empty(
     key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """A key that is not read may only have an empty value: null, false and empty values request
@@ -292,7 +292,7 @@ def test_an_adapter_of_a_large_rank_is_refused(tmp_path: Path) -> None:
     assert read(tmp_path, 17).modules[Q].rank == 17
 
 
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a folder"):
         read(tmp_path / "nothing")
     with pytest.raises(ConfigError, match=r"adapter_config.json cannot be read"):
@@ -317,9 +317,7 @@ def spoil(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("name", [CONFIG_NAME, WEIGHTS_NAME])
 @pytest.mark.parametrize("how", ["a fifo", "a device", "huge"])
-def test_files_that_have_no_end_are_refused_and_not_read(
-    tmp_path: Path, name: str, how: str
-) -> None:
+def test_endless_files_are_refused_and_not_read(tmp_path: Path, name: str, how: str) -> None:
     """Reading such a file would block, or would use up the memory."""
     write(tmp_path)
     spoil(tmp_path / name, how)
@@ -330,7 +328,7 @@ def test_files_that_have_no_end_are_refused_and_not_read(
         adapter_digest("mine", str(tmp_path))
 
 
-def test_a_digest_is_of_both_files(tmp_path: Path) -> None:
+def test_a_digest_covers_both_files(tmp_path: Path) -> None:
     lora = LoraConfig(adapters={"mine": str(write(tmp_path))})
     first = adapters_of(lora)["mine"]
     assert adapters_of(lora) == {"mine": first}
@@ -341,7 +339,7 @@ def test_a_digest_is_of_both_files(tmp_path: Path) -> None:
     assert len({first.digest, second.digest, adapters_of(lora)["mine"].digest}) == 3
 
 
-def test_a_configuration_names_adapters_by_folders_beside_it(tmp_path: Path) -> None:
+def test_adapter_folders_are_relative_to_the_configuration(tmp_path: Path) -> None:
     write(tmp_path / "mine")
     path = tmp_path / "serve.yaml"
     path.write_text("model: {path: m}\nlora: {adapters: {mine: mine, hub: elsewhere}}\n")

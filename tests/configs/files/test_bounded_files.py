@@ -23,7 +23,7 @@ def test_a_file_is_read_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_file, lambda path, limit: digest_file(path, limit, 8)])
-def test_what_is_too_large_or_no_file_is_refused(tmp_path: Path, read) -> None:
+def test_large_files_and_special_files_are_refused(tmp_path: Path, read) -> None:
     large = tmp_path / "large"
     with large.open("wb") as file:
         file.truncate(2**40)
@@ -38,7 +38,7 @@ def test_what_is_too_large_or_no_file_is_refused(tmp_path: Path, read) -> None:
         read(tmp_path / "none", LIMIT)
 
 
-def test_a_file_that_grows_meanwhile_ends_at_the_limit(
+def test_a_growing_file_is_read_up_to_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "file"

@@ -32,7 +32,7 @@ def refused(path: str, key: str = "model.path") -> str:
 
 
 @pytest.mark.parametrize("key", ["model.path", "drafts.model"])
-def test_a_path_whose_first_part_exists_is_no_hub_id(here: Path, key: str) -> None:
+def test_a_path_with_an_existing_first_part_is_not_a_hub_id(here: Path, key: str) -> None:
     text = refused("configs/nosuch", key)
     assert f"'{here}/configs/nosuch' is not a folder" in text and "has no 'nosuch'" in text
 
@@ -43,7 +43,7 @@ def test_a_hub_id_is_left_to_the_loader(here: Path) -> None:
     assert config.model.path == "owner/name"
 
 
-def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
+def test_a_relative_model_path_is_resolved_in_the_folder_of_the_file(here: Path) -> None:
     (here / "configs" / "a.yaml").write_text("model: {path: models/nosuch}\n")
     check(load("configs/a.yaml"))  # no folder `models` exists
     (here / "configs" / "models").mkdir()
@@ -63,7 +63,7 @@ def test_a_file_of_ours_is_read_from_its_own_folder(here: Path) -> None:
 )
 @pytest.mark.parametrize("folder", ["", "configs/"])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_file_is_named_for_what_it_is(
+def test_a_refused_path_is_named_with_its_kind(
     here: Path, folder: str, name: str, what: str, is_there: bool
 ) -> None:
     if is_there:
@@ -76,7 +76,7 @@ def test_a_file_is_named_for_what_it_is(
 
 
 @given(NAMES, NAMES)
-def test_two_names_that_are_not_here_are_a_hub_id(owner: str, name: str) -> None:
+def test_two_missing_path_parts_are_a_hub_id(owner: str, name: str) -> None:
     written = f"{owner}/{name}"
     there = Path("/nowhere/at/all")
     assert resolved(written, there) == written

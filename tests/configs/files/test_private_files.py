@@ -12,7 +12,7 @@ from swell.configs.files.private_files import enter_folder, open_file
 ANOTHER = 65_534
 
 
-def test_what_is_made_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_created_files_are_private_to_their_owner(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b"
     with enter_folder(path, make=True) as folder:
         assert path.stat().st_mode & 0o777 == 0o700
@@ -52,7 +52,7 @@ def test_links_and_special_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_belongs_to_another_account_is_refused(tmp_path: Path) -> None:
+def test_files_of_another_account_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     path.mkdir(mode=0o700)
     (path / "forged").write_text("a")

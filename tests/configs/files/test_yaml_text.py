@@ -133,7 +133,7 @@ def test_repeated_keys_in_a_file_of_ray_serve_are_refused(tmp_path: Path) -> Non
         read_source(str(path))
 
 
-def test_what_is_within_the_limits_is_read() -> None:
+def test_texts_within_the_limits_are_read() -> None:
     texts = {
         "a: &a {b: 1}\nc: {<<: *a, b: 2}": {"a": {"b": 1}, "c": {"b": 2}},
         "a: &a [1, 2]\nb: [*a, *a]": {"a": [1, 2], "b": [[1, 2], [1, 2]]},
@@ -156,7 +156,7 @@ TEXTS = st.text("ab:&*{}[],-? \n'\"<!", max_size=40)
 
 
 @given(TEXTS)
-def test_a_text_is_refused_or_read_as_it_stands(text: str) -> None:
+def test_a_text_is_refused_or_read_exactly(text: str) -> None:
     """A text is refused or read completely: each key of the text is in the result, and each value
     is YAML's."""
     problem, value = "", None
@@ -260,7 +260,7 @@ def test_each_key_has_a_bound() -> None:
     ],
     ids=lambda value: repr(value)[:20],
 )
-def test_no_key_takes_a_value_without_bound(value: Any) -> None:
+def test_every_value_of_a_key_is_bounded(value: Any) -> None:
     """No key accepts an unbounded value; this covers every key of the schema, also those added
     later."""
     for name, _ in bounds_of(Config):
@@ -273,13 +273,13 @@ def test_no_key_takes_a_value_without_bound(value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "a/" + "b" * 300, "~" + "c" * 300, "d/" * 2000])
-def test_a_name_that_no_file_can_have_is_not_there(name: str) -> None:
+def test_an_impossible_file_name_does_not_crash_loading(name: str) -> None:
     files = dict.fromkeys(("api_keys_file", "admin_keys_file", "chat_template"), name)
     loaded = load({"model": {"path": name}, "serve": files})
     assert loaded.model.path == name and loaded.serve.chat_template == name
 
 
-def test_a_file_with_a_strange_name_is_refused() -> None:
+def test_an_impossible_configuration_file_name_is_refused() -> None:
     for source in ("\0.yaml", "x" * 300 + ".yaml", "\udcff.yaml"):
         with pytest.raises(ConfigError, match="cannot be read"):
             load(source)
@@ -302,7 +302,7 @@ def test_deep_mappings_are_refused() -> None:
 @pytest.mark.parametrize(
     "text", ["model: [", "model: {a: b\nc: d", "a: 'b", "a: *b", "a: \t- @", "\x00"]
 )
-def test_an_error_of_syntax_names_the_file_and_nothing_inside(tmp_path: Path, text: str) -> None:
+def test_a_syntax_error_names_the_file_and_shows_no_content(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:

@@ -65,13 +65,13 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_a_machine_without_cgroups_has_what_the_kernel_says(machine: Machine) -> None:
+def test_a_machine_without_cgroups_has_the_limits_of_the_kernel(machine: Machine) -> None:
     assert memory_limit(machine.root) is None and cpu_quota(machine.root) is None
     assert available_memory_bytes(machine.root) == 32 * GIB
     assert available_cores(machine.root) == len(os.sched_getaffinity(0))
 
 
-def test_a_container_of_version_2(machine: Machine) -> None:
+def test_limits_of_a_cgroup_v2_container(machine: Machine) -> None:
     """In a container of version 2, the namespace shows the container's own group as the root."""
     machine.v2("/")
     machine.v2_memory("", str(4 * GIB), 3 * GIB, cached=GIB)
@@ -83,7 +83,7 @@ def test_a_container_of_version_2(machine: Machine) -> None:
     assert available_cores(machine.root) == 1
 
 
-def test_a_container_of_version_1(machine: Machine) -> None:
+def test_limits_of_a_cgroup_v1_container(machine: Machine) -> None:
     """In a container of version 1, Docker mounts the container's own group and names it by its path
     on the host."""
     machine.v1("/docker/ab", root="/docker/ab")
@@ -97,7 +97,7 @@ def test_a_container_of_version_1(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_tightest_group_of_all_above_counts(machine: Machine, version: int) -> None:
+def test_the_tightest_parent_group_counts(machine: Machine, version: int) -> None:
     """The tightest group among all ancestors counts. A pod has a limit of its own above those of
     its containers, and other containers use it, too."""
     no_limit = V1_NO_LIMIT if version == 1 else "max"
@@ -111,7 +111,7 @@ def test_the_tightest_group_of_all_above_counts(machine: Machine, version: int) 
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_no_limit_is_none(machine: Machine, version: int) -> None:
+def test_a_missing_limit_is_none(machine: Machine, version: int) -> None:
     (machine.v1 if version == 1 else machine.v2)("/")
     if version == 1:
         machine.v1_memory("", V1_NO_LIMIT, GIB)
@@ -124,7 +124,7 @@ def test_no_limit_is_none(machine: Machine, version: int) -> None:
     assert available_memory_bytes(machine.root) == 32 * GIB
 
 
-def test_a_group_that_slows_down_before_its_limit(machine: Machine) -> None:
+def test_memory_high_counts_as_a_limit(machine: Machine) -> None:
     """A group with `memory.high` is limited by it: above it the kernel throttles every
     allocation."""
     machine.v2("/")
@@ -134,13 +134,13 @@ def test_a_group_that_slows_down_before_its_limit(machine: Machine) -> None:
     assert found == MemoryLimit(4 * GIB, 3 * GIB, "/sys/fs/cgroup/memory.high")
 
 
-def test_a_full_group_has_nothing_left(machine: Machine) -> None:
+def test_a_full_group_has_no_available_memory(machine: Machine) -> None:
     machine.v2("/")
     machine.v2_memory("", str(GIB), 2 * GIB)
     assert available_memory_bytes(machine.root) == 0
 
 
-def test_a_controller_of_version_1_beside_the_unified_tree(machine: Machine) -> None:
+def test_a_v1_controller_in_a_hybrid_hierarchy_is_found(machine: Machine) -> None:
     """A controller of version 1 works next to the unified tree: systemd's hybrid mode has an empty
     tree of version 2 in addition to those of version 1."""
     machine.v1("/")
@@ -154,7 +154,7 @@ def test_a_controller_of_version_1_beside_the_unified_tree(machine: Machine) -> 
     assert available_memory_bytes(machine.root) == GIB
 
 
-def test_a_path_outside_of_the_mount_is_the_mount(machine: Machine) -> None:
+def test_a_path_outside_the_mount_means_the_mount(machine: Machine) -> None:
     """A path outside of the mount counts as the mount: `docker exec` may show a path that leads
     above the container's own group."""
     machine.v2("/../other")
@@ -167,7 +167,7 @@ def test_a_path_outside_of_the_mount_is_the_mount(machine: Machine) -> None:
     st.text(max_size=40),
     st.sampled_from(["proc/self/cgroup", "proc/self/mountinfo", "sys/fs/cgroup/memory.stat"]),
 )
-def test_damaged_files_are_no_limit_and_no_error(
+def test_damaged_files_cause_no_limit_and_no_error(
     tmp_path_factory: pytest.TempPathFactory, text: str, limit: str, damaged: str
 ) -> None:
     machine = Machine(tmp_path_factory.mktemp("root"))
@@ -209,7 +209,7 @@ def run_in(group: Path) -> tuple[int, int]:
     return int(memory), int(cores)
 
 
-def test_a_process_in_a_group_of_the_kernel_with_less_memory() -> None:
+def test_a_process_sees_the_memory_limit_of_its_real_cgroup() -> None:
     limit = 2 * GIB
     with group_of_kernel("memory") as group:
         if not (group / "memory.limit_in_bytes").exists():
@@ -219,7 +219,7 @@ def test_a_process_in_a_group_of_the_kernel_with_less_memory() -> None:
     assert 0 < memory < limit, "the process itself has some"
 
 
-def test_a_process_in_a_group_of_the_kernel_with_one_core() -> None:
+def test_a_process_sees_the_core_limit_of_its_real_cgroup() -> None:
     with group_of_kernel("cpu") as group:
         if not (group / "cpu.cfs_quota_us").exists():
             pytest.skip("no tree of version 1 for processors")

@@ -12,7 +12,7 @@ LIMIT = 2
 SOON_S = 60.0
 
 
-def test_a_call_whose_thread_cannot_be_started_is_not_under_way(
+def test_a_call_without_a_thread_does_not_count_as_running(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = HangingCalls("test", LIMIT)
@@ -28,7 +28,7 @@ def test_a_call_whose_thread_cannot_be_started_is_not_under_way(
     assert calls.submit(lambda: 1).result(SOON_S) == 1
 
 
-def test_what_hangs_counts_until_it_returns() -> None:
+def test_a_hanging_call_counts_until_it_returns() -> None:
     calls, ends = HangingCalls("test", LIMIT), threading.Event()
     hanging = [calls.submit(lambda: ends.wait(SOON_S)) for _ in range(LIMIT)]
     with pytest.raises(TooManyCalls, match="2 reads"):
@@ -38,7 +38,7 @@ def test_what_hangs_counts_until_it_returns() -> None:
     assert calls.submit(lambda: True).result(SOON_S)
 
 
-def test_a_call_that_fails_gives_its_place_back() -> None:
+def test_a_failed_call_frees_its_place() -> None:
     calls = HangingCalls("test", 1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):

@@ -57,7 +57,7 @@ def test_the_address_of_an_interface(four_networks, interface, address) -> None:
     assert host_address(interface, NODE) == address
 
 
-def test_an_interface_that_the_host_lacks_is_named_with_what_there_is(four_networks) -> None:
+def test_a_missing_interface_is_named_with_the_existing_ones(four_networks) -> None:
     with pytest.raises(ValueError, match=rf"'eth7' .*{NODE}; its addresses: lo .*, eth1 10\.1"):
         host_address("eth7", NODE)
 
@@ -89,7 +89,7 @@ def test_nccl_uses_the_interface_of_the_host(
     assert os.environ[NCCL_INTERFACE] == after
 
 
-def test_nccl_chooses_itself_where_no_interface_has_the_address(four_networks, monkeypatch) -> None:
+def test_nccl_chooses_an_interface_if_none_has_the_address(four_networks, monkeypatch) -> None:
     monkeypatch.setenv(NCCL_INTERFACE, "eth0")
     prepare_for_nccl("203.0.113.1", "eth1")
     assert os.environ[NCCL_INTERFACE] == "eth0"
@@ -118,7 +118,7 @@ def test_without_a_range_the_system_chooses() -> None:
         assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
 
 
-def test_an_address_that_is_not_ours_is_no_taken_port() -> None:
+def test_a_foreign_address_is_not_reported_as_a_port_in_use() -> None:
     def bind(port: int) -> None:
         raise OSError(99, "Cannot assign requested address")
 
@@ -130,7 +130,7 @@ def test_an_address_that_is_not_ours_is_no_taken_port() -> None:
 
 
 @pytest.mark.parametrize("interface", ["eth1", "bond0.4001", "10.1.0.0/16", "10.1.2.3/32"])
-def test_interfaces_that_may_be_named(interface: str) -> None:
+def test_valid_interfaces(interface: str) -> None:
     config = load({"model": {"path": "m"}, "cluster": {"interface": interface}})
     assert config.cluster.interface == interface
 
@@ -141,7 +141,7 @@ def test_invalid_interfaces(interface: str) -> None:
         load({"model": {"path": "m"}, "cluster": {"interface": interface}})
 
 
-def test_ports_are_a_range_that_serve_does_not_use() -> None:
+def test_valid_port_ranges_exclude_the_ports_of_serve() -> None:
     source = {"model": {"path": "m"}, "cluster": {"ports": "21000-21099"}}
     assert load(source).cluster.port_range == range(21_000, 21_100)
     assert load({"model": {"path": "m"}}).cluster.port_range is None

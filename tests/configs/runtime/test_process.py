@@ -42,7 +42,7 @@ def test_the_process_exits_with_a_log_line_while_its_main_thread_sleeps() -> Non
     assert any("in work" in line for line in traceback)
 
 
-def test_the_process_ends_where_nothing_can_be_written() -> None:
+def test_the_process_exits_although_its_log_is_not_writable() -> None:
     program = PROGRAM.replace(
         "configure_logging()\n", "configure_logging(); sys.stdout.close()\n", 1
     )
@@ -56,7 +56,7 @@ def test_the_process_ends_where_nothing_can_be_written() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(0), KeyboardInterrupt()])
-def test_any_exception_of_a_thread_ends_the_process(deaths: Deaths, error: BaseException) -> None:
+def test_any_exception_of_a_thread_stops_the_process(deaths: Deaths, error: BaseException) -> None:
     def raise_it() -> None:
         raise error
 
@@ -67,7 +67,7 @@ def test_any_exception_of_a_thread_ends_the_process(deaths: Deaths, error: BaseE
     deaths.clear()
 
 
-def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
+def test_a_loop_that_returns_or_is_cancelled_does_not_stop_the_process() -> None:
     exit_on_error(lambda: None, "loop")()
 
     async def scenario() -> None:
@@ -81,7 +81,7 @@ def test_a_loop_that_returns_or_is_cancelled_ends_nothing() -> None:
     asyncio.run(scenario())
 
 
-def test_a_task_that_fails_ends_the_process(deaths: Deaths) -> None:
+def test_a_failed_task_stops_the_process(deaths: Deaths) -> None:
     async def work() -> None:
         fail()
 

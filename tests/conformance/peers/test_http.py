@@ -168,12 +168,12 @@ def test_packed_bodies(in_process_server: InProcessServer, encoding: str, pack: 
     assert answer["choices"][0]["message"]["content"] == "ABC"
 
 
-def test_bodies_packed_otherwise(in_process_server: InProcessServer) -> None:
+def test_bodies_in_other_encodings(in_process_server: InProcessServer) -> None:
     headers = {"content-type": "application/json", "content-encoding": "br"}
     refused(in_process_server.client.post(CHAT, content=b"x", headers=headers), 415)
 
 
-def test_bodies_that_unpack_to_too_much(in_process_server: InProcessServer) -> None:
+def test_decompression_bombs_are_refused(in_process_server: InProcessServer) -> None:
     """SGLang test_request_body_validation.py, for a decompression bomb"""
     headers = {"content-type": "application/json", "content-encoding": "gzip"}
     bomb = gzip.compress(b" " * 10**7)
@@ -209,7 +209,7 @@ def test_trailing_slashes(in_process_server: InProcessServer, path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/", "/v1/images/generations"])
-def test_what_is_not_there(in_process_server: InProcessServer, path: str) -> None:
+def test_unknown_routes_are_404(in_process_server: InProcessServer, path: str) -> None:
     """vLLM test_validation_exception_handler.py: a 404 in OpenAI's form"""
     assert refused(in_process_server.client.post(path, json={}), 404)["message"]
 

@@ -160,7 +160,7 @@ def without(block: dict[str, Any], name: str) -> dict[str, Any]:
         3,
     ],
 )
-def test_blocks_that_are_none(post: Post, block: Any) -> None:
+def test_invalid_blocks_are_refused(post: Post, block: Any) -> None:
     """vLLM test_content_block_validation.py: the invalid blocks"""
     answer = post(MESSAGES, messages=conversation_with(block), max_tokens=4)
     assert answer.status_code == 400, answer.text
@@ -202,7 +202,7 @@ def test_count_of_tokens(claude: anthropic.Anthropic, more: Any) -> None:
         {"an_unknown_name": 1},
     ],
 )
-def test_requests_that_are_none(post: Post, more: dict[str, Any]) -> None:
+def test_invalid_requests_are_refused(post: Post, more: dict[str, Any]) -> None:
     """vLLM test_anthropic_protocol.py; Ray test_anthropic_http.py: in Anthropic's own format"""
     answer = post(MESSAGES, **{**PLAIN, **more})
     assert answer.status_code == 400, answer.text

@@ -175,7 +175,7 @@ def test_a_streamed_call_equals_the_whole_one(served: Served) -> None:
     assert [one["function"] for one in whole] == [one["function"] for one in streamed]
 
 
-def test_calls_go_back(served: Served) -> None:
+def test_calls_are_accepted_as_history(served: Served) -> None:
     """vLLM test_tool_calls.py::test_tool_call_with_results"""
     more = {"tool_choice": "required", "parallel_tool_calls": False}
     calls, _, _ = served.calls(False, **more)
@@ -223,7 +223,7 @@ def test_tokens_of_a_conversation(served: Served, tools: Any) -> None:
 
 
 @pytest.mark.parametrize("text", ["The sky is blue.", " leading", "two  blanks", "naïve 🚀"])
-def test_there_and_back(served: Served, text: str) -> None:
+def test_decoded_tokens_encode_to_the_same_tokens(served: Served, text: str) -> None:
     """vLLM test_tokenization.py::test_detokenize"""
     ids = ok(served.post("/tokenize", prompt=text, add_special_tokens=False))["tokens"]
     assert ids == served.tokenizer.encode(text, add_special_tokens=False)

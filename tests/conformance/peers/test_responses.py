@@ -148,7 +148,7 @@ def test_a_call_that_is_cut_off(post: Post) -> None:
     assert not any("<" in text for text in texts)
 
 
-def test_a_call_and_its_result_go_back(client: openai.OpenAI) -> None:
+def test_a_call_and_its_result_are_accepted_as_history(client: openai.OpenAI) -> None:
     """vLLM responses/test_function_call.py::test_named_tool_use"""
     tools: Any = [{**TOOL, "strict": True}]
     turns: list[Any] = [{"role": "user", "content": "weather?"}]
@@ -184,7 +184,7 @@ def test_a_call_and_its_result_go_back(client: openai.OpenAI) -> None:
         {"role": "assistant", "content": [{"type": "output_text", "text": "x"}], "phase": "final"},
     ],
 )
-def test_items_go_back(post: Post, item: dict[str, Any]) -> None:
+def test_items_are_accepted_as_input(post: Post, item: dict[str, Any]) -> None:
     """vLLM responses/test_replayed_input_items.py: with and without the fields that the server had
     added"""
     turns = [item, {"role": "user", "content": "upper: abc"}]
@@ -202,7 +202,7 @@ def test_items_go_back(post: Post, item: dict[str, Any]) -> None:
         3,
     ],
 )
-def test_items_that_are_none(post: Post, item: Any) -> None:
+def test_invalid_items_are_refused(post: Post, item: Any) -> None:
     """vLLM responses/test_replayed_input_items.py::test_function_call_dict_coerced_..."""
     error = refused(post(RESPONSES, input=[{"role": "user", "content": "a"}, item]))
     assert error["param"].startswith("input[1]")
@@ -272,7 +272,7 @@ def test_background_needs_store(client: openai.OpenAI) -> None:
         client.responses.create(model=MODEL, input="x", background=True, store=False)
 
 
-def test_cancel_of_what_is_no_background(client: openai.OpenAI) -> None:
+def test_cancelling_a_foreground_response_is_refused(client: openai.OpenAI) -> None:
     """vLLM responses/test_stateful.py::test_cancel_completed"""
     done = client.responses.create(model=MODEL, input="upper: abc")
     with pytest.raises(openai.BadRequestError):
@@ -294,6 +294,6 @@ def test_a_stream_has_no_sentinel(post: Post) -> None:
     "tool",
     [{"type": "web_search"}, {"type": "code_interpreter"}, {"type": "mcp"}, {"type": "function"}],
 )
-def test_tools_that_are_none(post: Post, tool: dict[str, Any]) -> None:
+def test_invalid_tools_are_refused(post: Post, tool: dict[str, Any]) -> None:
     """vLLM responses/test_mcp_tools.py: here built-in tools are refused by name"""
     assert refused(post(RESPONSES, input="x", tools=[tool]))["param"].startswith("tools[0]")

@@ -154,7 +154,7 @@ def test_response_format_without_its_schema(post: Post, path: str) -> None:
 
 
 @differs("sglang test_protocol.py::test_chat_completion_json_format[schema beside type]")
-def test_schema_beside_its_type(post: Post) -> None:
+def test_schema_next_to_its_type(post: Post) -> None:
     """SGLang test_protocol.py::test_chat_completion_json_format"""
     complete(post, CHAT, response_format={"type": "json_schema", "schema": FORM})
 
@@ -173,7 +173,7 @@ def test_schema_beside_its_type(post: Post) -> None:
         3,
     ],
 )
-def test_forms_that_are_none(post: Post, path: str, form: Any) -> None:
+def test_invalid_response_formats_are_refused(post: Post, path: str, form: Any) -> None:
     """vLLM test_chat.py::test_structured_outputs_type_error; test_completion.py::
     test_invalid_json_schema, test_invalid_regex, test_invalid_grammar;
     test_chat_completion_request_validations.py::test_multiple_structured_outputs_rejected,
@@ -204,7 +204,7 @@ def test_form_and_tools_by_choice(post: Post, first: str) -> None:
         jsonschema.validate(json.loads(choice["message"]["content"]), FORM)
 
 
-def test_null_tool_choice_beside_a_form(post: Post) -> None:
+def test_null_tool_choice_with_a_response_format(post: Post) -> None:
     """vLLM test_tool_choice_null.py::test_null_tool_choice_does_not_conflict_with_..."""
     assert complete(post, CHAT, structured_outputs={"json": FORM}, tool_choice=None)
 

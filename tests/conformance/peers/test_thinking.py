@@ -66,7 +66,7 @@ def test_no_reasoning_when_it_is_off(qwen: Served, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("value", [-2, 0.6, "x"])
-def test_budgets_that_are_none(post: Post, value: Any) -> None:
+def test_invalid_budgets_are_refused(post: Post, value: Any) -> None:
     """vLLM test_thinking_token_budget_validation.py"""
     error = refused(post(CHAT, messages=UPPER, thinking_token_budget=value))
     assert "thinking_token_budget" in error["message"]
@@ -95,6 +95,6 @@ def test_efforts(post: Post, effort: str) -> None:
     ok(post(CHAT, messages=UPPER, reasoning_effort=effort, max_tokens=4))
 
 
-def test_efforts_that_are_none(post: Post) -> None:
+def test_invalid_efforts_are_refused(post: Post) -> None:
     """vLLM test_reasoning_effort.py"""
     refused(post(CHAT, messages=UPPER, reasoning_effort=3))

@@ -65,14 +65,14 @@ def test_texts_of_tokens(post: Post) -> None:
 
 
 @pytest.mark.parametrize("text", ["This is a test. vllm1", "🚀 x", "<|end|>"])
-def test_there_and_back(post: Post, text: str) -> None:
+def test_detokenize_inverts_tokenize(post: Post, text: str) -> None:
     """vLLM test_tokenization.py::test_detokenize"""
     ids = ok(post("/tokenize", prompt=text, add_special_tokens=False))["tokens"]
     assert ok(post("/detokenize", tokens=ids)) == {"prompt": text}
 
 
 @pytest.mark.parametrize("tokens", [[-1], [999], ["a"], "a", None])
-def test_ids_that_are_none(post: Post, tokens: Any) -> None:
+def test_invalid_ids_are_refused(post: Post, tokens: Any) -> None:
     """vLLM protocol: DetokenizeRequest"""
     assert refused(post("/detokenize", tokens=tokens))["param"].startswith("tokens")
 

@@ -172,7 +172,7 @@ def test_a_choice_without_tools(post: Post, choice: Any, tools: Any) -> None:
         {"type": "function", "function": {"name": ""}},
     ],
 )
-def test_choices_that_are_none(post: Post, choice: Any) -> None:
+def test_invalid_tool_choices_are_refused(post: Post, choice: Any) -> None:
     """vLLM test_completion_with_function_calling.py::test_inconsistent_tool_choice_and_tools,
     test_tool_choice_null.py::test_invalid_tool_choice_is_still_rejected; SGLang
     test_protocol.py::test_invalid_tool_choice_type"""
@@ -190,7 +190,7 @@ def test_choices_that_are_none(post: Post, choice: Any) -> None:
         "get_weather",
     ],
 )
-def test_tools_that_are_none(post: Post, tool: Any) -> None:
+def test_invalid_tools_are_refused(post: Post, tool: Any) -> None:
     """vLLM protocol; SGLang test_openai_function_calling.py: a tool that cannot be forced"""
     refused(post(CHAT, **QUERY, tools=[tool], tool_choice="required"))
 
@@ -208,7 +208,7 @@ def test_a_call_that_is_cut_off(post: Post, choice: Any, stream: bool, limit: in
 
 
 @pytest.mark.parametrize("arguments", ["{}", "", '{"city": "Par'])
-def test_calls_go_back(post: Post, arguments: str) -> None:
+def test_calls_are_accepted_as_history(post: Post, arguments: str) -> None:
     """vLLM test_completion_with_function_calling.py::test_no_args_tool_call; a truncated call is
     accepted as it was returned"""
     call = CALL | {"function": {"name": "get_weather", "arguments": arguments}}
@@ -217,7 +217,7 @@ def test_calls_go_back(post: Post, arguments: str) -> None:
 
 
 @STREAMED
-def test_results_go_back(post: Post, stream: bool) -> None:
+def test_results_are_accepted_as_history(post: Post, stream: bool) -> None:
     """vLLM test_tool_calls.py::test_tool_call_with_results"""
     answer = post(CHAT, messages=ANSWERED, tools=[WEATHER], max_tokens=12, stream=stream)
     _, reasons, _ = calls_of(answer, stream)
@@ -229,7 +229,7 @@ def test_a_result_names_its_tool(post: Post) -> None:
     ok(post(CHAT, messages=[*ANSWERED[:2], ANSWERED[2] | {"name": "get_weather"}], max_tokens=4))
 
 
-def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
+def test_a_message_of_the_client_is_accepted_as_history(client: openai.OpenAI) -> None:
     """vLLM test_completion_with_function_calling.py: the client's own object, with all its null
     fields"""
     options: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0}
@@ -248,7 +248,7 @@ def test_a_message_of_the_client_goes_back(client: openai.OpenAI) -> None:
     assert client.chat.completions.create(messages=turns, max_tokens=4, **options)
 
 
-def test_parsed_calls_go_back(client: openai.OpenAI) -> None:
+def test_parsed_calls_are_accepted_as_history(client: openai.OpenAI) -> None:
     """OpenAI's `parse`: strict tools, with `parsed_arguments` in its result"""
     from pydantic import BaseModel
 

@@ -18,7 +18,7 @@ PATHS = pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 
 @pytest.mark.parametrize("body", [b'"not an object"', b'["a"]', b"42", b"null", b"{{{", b""])
 @PATHS
-def test_bodies_that_are_no_object(
+def test_bodies_other_than_an_object_are_refused(
     in_process_server: InProcessServer, path: str, body: bytes
 ) -> None:
     """vLLM test_non_object_body_validation.py; Ray test_router.py::
@@ -36,7 +36,7 @@ def test_an_empty_salt(post: Post, path: str) -> None:
 
 @PATHS
 @pytest.mark.parametrize("model", ["another", 123, ["nano"], ""])
-def test_models_that_are_none(post: Post, path: str, model: Any) -> None:
+def test_invalid_models_are_refused(post: Post, path: str, model: Any) -> None:
     """vLLM test_serving_models.py; Ray test_router.py: 404 by name, 400 by type"""
     status = 404 if model == "another" else 400
     answer = post(path, **PLAIN[path], model=model)
@@ -55,7 +55,7 @@ def test_the_only_model_needs_no_name(in_process_server: InProcessServer, path: 
 @pytest.mark.parametrize(
     "prompt", [None, [], [[]], [""], "", [-1], [[-1]], [999999], [[999999]], 3, {"a": 1}, ["a", 1]]
 )
-def test_prompts_that_are_none(post: Post, prompt: Any) -> None:
+def test_invalid_prompts_are_refused(post: Post, prompt: Any) -> None:
     """vLLM test_prompt_validation.py::test_empty_prompt, test_out_of_vocab_token_ids;
     test_completion_error.py::test_negative_prompt_token_ids_*; test_empty_prompt_list.py"""
     error = refused(post(COMPLETIONS, prompt=prompt))
@@ -83,7 +83,7 @@ def test_no_prompt(in_process_server: InProcessServer) -> None:
         [*UPPER, {"role": "tool", "content": "x", "tool_call_id": ""}],
     ],
 )
-def test_messages_that_are_none(post: Post, messages: Any) -> None:
+def test_invalid_messages_are_refused(post: Post, messages: Any) -> None:
     """vLLM test_chat_error.py, SGLang test_serving_chat.py, Ray test_router.py"""
     error = refused(post(CHAT, messages=messages))
     assert (error["param"] or "").startswith("messages")
@@ -134,7 +134,7 @@ def test_messages_that_are_none(post: Post, messages: Any) -> None:
         ("an_unknown_name", 1),
     ],
 )
-def test_values_that_are_none(post: Post, path: str, name: str, value: Any) -> None:
+def test_invalid_values_are_refused(post: Post, path: str, name: str, value: Any) -> None:
     """vLLM test_chat_logit_bias_validation.py, test_chat_stop_token_ids_validation.py,
     test_sampling_params; SGLang test_protocol.py::test_negative_token_limits: a 400 that names the
     field"""
@@ -142,7 +142,7 @@ def test_values_that_are_none(post: Post, path: str, name: str, value: Any) -> N
     assert name in refused(answer)["message"]
 
 
-def test_a_bias_outside_names_the_limits(post: Post) -> None:
+def test_a_bias_outside_the_limits_names_them(post: Post) -> None:
     """vLLM test_chat_logit_bias_validation.py::test_chat_logit_bias_invalid"""
     message = refused(post(CHAT, messages=UPPER, logit_bias={"321": 1}))["message"]
     assert "321" in message and "319" in message
@@ -223,7 +223,7 @@ def test_at_least_more_than_at_most(post: Post, path: str) -> None:
         ("logprobs", None),
     ],
 )
-def test_values_that_are_taken(post: Post, path: str, name: str, value: Any) -> None:
+def test_valid_values_are_accepted(post: Post, path: str, name: str, value: Any) -> None:
     """vLLM and SGLang protocols: fields that clients send routinely, or that have the same meaning
     here"""
     ok(post(path, **PLAIN[path], **{"max_tokens": 2, name: value}))

@@ -50,7 +50,7 @@ class MonitorSimulation:
                 self.monitor.set_ranks(set(self.reports), self.now)
 
 
-def test_idle_engines_are_never_named() -> None:
+def test_idle_engines_are_never_reported() -> None:
     simulation = MonitorSimulation(0, 1)
     simulation.run(60)
     assert not simulation.found
@@ -65,7 +65,7 @@ def test_a_silent_engine_is_found_within_the_limit_and_a_heartbeat() -> None:
     assert rank == 1 and 10 + LIMIT_S - HEARTBEAT_S <= at <= 10 + LIMIT_S + 0.2
 
 
-def test_an_engine_that_was_never_heard_may_have_to_find_its_coordinator_first() -> None:
+def test_a_silent_new_engine_has_time_to_find_its_coordinator() -> None:
     """An engine that was never heard from has more time than the limit: it must first notice the
     silence, find the coordinator and connect."""
     cluster = MonitorSimulation(0, 1)
@@ -80,7 +80,7 @@ def test_an_engine_that_was_never_heard_may_have_to_find_its_coordinator_first()
     assert [rank for _, rank in cluster.found] == [1, 0], "one that was heard has the limit"
 
 
-def test_an_engine_that_has_introduced_itself_knows_its_coordinator() -> None:
+def test_an_engine_after_its_hello_has_the_usual_limit() -> None:
     """An engine that has introduced itself is silent after the limit, even if it never sent a
     report."""
     cluster = MonitorSimulation(0, 1)
@@ -90,7 +90,7 @@ def test_an_engine_that_has_introduced_itself_knows_its_coordinator() -> None:
     assert [rank for _, rank in cluster.found] == [1]
 
 
-def test_slow_work_with_progress_is_no_stall() -> None:
+def test_slow_work_with_progress_is_not_a_stall() -> None:
     simulation = MonitorSimulation(0)
     simulation.reports[0] = report(0, 0, busy=True)
     # a layer every seven seconds: longer than the limit, shorter than twice the limit
@@ -110,7 +110,7 @@ def test_work_without_progress_is_found_after_twice_the_limit() -> None:
     assert rank == 0 and 2 * LIMIT_S <= at <= 2 * LIMIT_S + 2 * HEARTBEAT_S
 
 
-def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
+def test_only_the_slowest_of_mutually_waiting_engines_is_reported() -> None:
     """Only the engine with the fewest steps is named; the two others get the full limit again after
     it has gone."""
     simulation = MonitorSimulation(0, 1, 2)
@@ -120,7 +120,7 @@ def test_of_engines_that_wait_for_each_other_only_the_last_is_named() -> None:
     assert [rank for _, rank in simulation.found] == [1]
 
 
-def test_an_engine_that_is_younger_is_not_behind() -> None:
+def test_a_lower_step_count_of_a_new_engine_is_not_a_stall() -> None:
     """Only the steps that an engine has computed in the current group count."""
     simulation = MonitorSimulation(0, 1)
     simulation.reports[0] = report(0, 1000, busy=True, at_forming=990)
@@ -129,7 +129,7 @@ def test_an_engine_that_is_younger_is_not_behind() -> None:
     assert [rank for _, rank in simulation.found] == [0]
 
 
-def test_of_engines_that_step_together_the_last_is_named_whoever_was_heard_later() -> None:
+def test_the_slowest_of_stepping_engines_is_reported_in_any_order_of_reports() -> None:
     """Engines that step together are compared with each other; others are judged one by one."""
     for is_stepping, named in ((True, 0), (False, 1)):
         monitor = EngineMonitor(LIMIT_S, 0.0)
@@ -145,7 +145,7 @@ def test_of_engines_that_step_together_the_last_is_named_whoever_was_heard_later
         assert found == [named]
 
 
-def test_the_exempt_may_be_without_progress_but_not_silent() -> None:
+def test_exempt_engines_may_make_no_progress_but_not_be_silent() -> None:
     simulation = MonitorSimulation(0, 1)
     simulation.reports[0] = report(0, 5, busy=True)
     simulation.silent = {1}
@@ -153,7 +153,7 @@ def test_the_exempt_may_be_without_progress_but_not_silent() -> None:
     assert [rank for _, rank in simulation.found] == [1]
 
 
-def test_a_monitor_that_was_stopped_names_no_engine() -> None:
+def test_a_resumed_monitor_reports_no_engine() -> None:
     simulation = MonitorSimulation(0, 1)
     simulation.run(5)
     simulation.now += 60  # the coordinator is stopped for a minute and receives no reports
@@ -161,7 +161,7 @@ def test_a_monitor_that_was_stopped_names_no_engine() -> None:
     assert not simulation.found
 
 
-def test_a_monitor_that_is_stopped_again_and_again_names_no_engine() -> None:
+def test_a_repeatedly_stopped_monitor_reports_no_engine() -> None:
     """A monitor that is stopped repeatedly, each time for less than half of the limit and without
     taking a report in between, names no engine."""
     simulation = MonitorSimulation(0, 1)

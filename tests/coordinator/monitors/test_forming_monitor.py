@@ -76,7 +76,7 @@ def cluster() -> Cluster:
     return Cluster(2)
 
 
-def test_newcomers_are_called_off_and_the_others_go_on_without_them(cluster) -> None:
+def test_newcomers_are_removed_and_the_others_form_without_them(cluster) -> None:
     cluster.join(range(2, 3))
     cluster.machine.on_message(Broken(0, 7, cluster.epoch, "no connection"), cluster.now)
     begun = cluster.epoch
@@ -98,7 +98,7 @@ def test_newcomers_are_called_off_and_the_others_go_on_without_them(cluster) -> 
     assert "no connection" in reason
 
 
-def test_only_the_newcomer_that_hangs_is_called_off(cluster) -> None:
+def test_only_the_hanging_newcomer_is_removed(cluster) -> None:
     """Only the newcomer that does not follow the probe is called off; the group continues with the
     other one."""
     cluster.join(range(2, 4))
@@ -114,7 +114,7 @@ def test_only_the_newcomer_that_hangs_is_called_off(cluster) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_newcomers_that_hang_are_called_off_though_nobody_else_is_there(count: int) -> None:
+def test_hanging_newcomers_are_removed_although_no_other_engine_exists(count: int) -> None:
     cluster = Cluster(0)
     cluster.join(range(count))
     hung_at = cluster.epoch
@@ -123,7 +123,7 @@ def test_newcomers_that_hang_are_called_off_though_nobody_else_is_there(count: i
     assert cluster.machine.joining == set() and cluster.machine.waves.ranks == ()
 
 
-def test_the_newcomer_whom_the_others_do_not_reach_is_called_off(cluster) -> None:
+def test_an_unreachable_newcomer_is_removed(cluster) -> None:
     """A newcomer that the others cannot reach is called off, although an aborted engine reports it
     late and with an older epoch."""
     cluster.join(range(2, 5))
@@ -141,7 +141,7 @@ def test_the_newcomer_whom_the_others_do_not_reach_is_called_off(cluster) -> Non
     assert "engine 2" not in cluster.machine.called_off[3]
 
 
-def test_of_the_first_engines_too_only_the_one_that_is_not_reached_is_called_off() -> None:
+def test_only_the_unreachable_one_of_the_first_engines_is_removed() -> None:
     cluster = Cluster(0)
     cluster.join(range(3))
     cluster.machine.on_message(Broken(0, 7, cluster.epoch, "late", absent=[1]), cluster.now)
@@ -161,11 +161,11 @@ def test_of_the_first_engines_too_only_the_one_that_is_not_reached_is_called_off
         ([(0, 1), (1, 2), (1, 3)], [1, 2, 3], [1]),
     ],
 )
-def test_a_cover_has_an_end_of_each_pair(pairs, candidates, chosen) -> None:
+def test_a_cover_contains_one_end_of_each_pair(pairs, candidates, chosen) -> None:
     assert cover({frozenset(pair) for pair in pairs}, set(candidates)) == set(chosen)
 
 
-def test_a_newcomer_that_was_called_off_may_come_again(cluster) -> None:
+def test_a_removed_newcomer_may_join_again(cluster) -> None:
     cluster.join(range(2, 3))
     cluster.run(LIMIT_S + PROBE_S + 3 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
     form(cluster.machine)
@@ -174,7 +174,7 @@ def test_a_newcomer_that_was_called_off_may_come_again(cluster) -> None:
     assert cluster.machine.roster.ranks == [0, 1, 2] and cluster.machine.called_off == {}
 
 
-def test_groups_that_break_again_and_again_have_one_deadline(cluster) -> None:
+def test_repeatedly_broken_groups_share_one_deadline(cluster) -> None:
     cluster.join(range(2, 3))
     while cluster.now < LIMIT_S + PROBE_S + 3 * TICK_S:
         cluster.run(TICK_S, lambda _: cluster.epoch, lambda _: 0)
@@ -184,7 +184,7 @@ def test_groups_that_break_again_and_again_have_one_deadline(cluster) -> None:
     assert cluster.forming == (0, 1)
 
 
-def test_experts_that_arrive_are_progress(cluster) -> None:
+def test_arriving_experts_count_as_progress(cluster) -> None:
     cluster.join(range(2, 3))
     cluster.run(5 * LIMIT_S, lambda _: cluster.epoch, lambda rank: int(cluster.now) if rank else 0)
     assert cluster.forming == (0, 1, 2)
@@ -205,7 +205,7 @@ def test_an_engine_that_does_not_leave_its_older_group_hangs(cluster) -> None:
     assert cluster.forming == (0, 2) and cluster.machine.roster.ranks == [0]
 
 
-def test_one_that_served_and_hangs_while_it_forms_is_found_by_the_probe(cluster) -> None:
+def test_a_member_that_hangs_while_forming_is_found_by_the_probe(cluster) -> None:
     """A serving engine that hangs while the group forms is found by the probe; the newcomer, which
     follows, is not blamed."""
     cluster.join(range(2, 3))
@@ -222,7 +222,7 @@ def test_one_that_served_and_hangs_while_it_forms_is_found_by_the_probe(cluster)
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) -> None:
+def test_an_engine_that_only_the_newcomer_names_may_hang(cluster, hangs: bool) -> None:
     """If the engine that only the newcomer names hangs, the newcomer is not called off. If that
     engine follows the probe, the newcomer is called off."""
     cluster.join(range(2, 3))
@@ -239,7 +239,7 @@ def test_one_that_is_named_by_the_newcomer_alone_may_hang(cluster, hangs: bool) 
 
 
 @pytest.mark.parametrize("joined", [{1, 2, 3}, {1, 2}])
-def test_what_was_said_of_an_older_epoch_calls_no_newcomer_off(cluster, joined: set[int]) -> None:
+def test_reports_of_an_older_epoch_remove_no_newcomer(cluster, joined: set[int]) -> None:
     """A group broke because one of its engines was lost, so that all waited for all. In the next
     epoch all engines have connected, or none could join. Then an engine that served hangs, and
     perhaps another one waits for it."""
@@ -262,7 +262,7 @@ def test_what_was_said_of_an_older_epoch_calls_no_newcomer_off(cluster, joined: 
     assert cluster.forming == (1, 2, 3) and not cluster.machine.called_off
 
 
-def test_of_newcomers_that_name_no_peer_those_that_have_not_joined_are_called_off(cluster) -> None:
+def test_newcomers_that_name_no_peer_and_have_not_joined_are_removed(cluster) -> None:
     """All newcomers follow the probe, and none names a peer: one of them can connect but cannot
     exchange expert data. The newcomers that have not joined are called off."""
     cluster.join(range(2, 4))
@@ -289,7 +289,7 @@ def test_engines_that_cannot_reach_each_other_try_again(cluster) -> None:
     assert cluster.machine.stalled_engines == []
 
 
-def test_the_first_engines_are_not_called_off() -> None:
+def test_the_first_engines_are_not_removed() -> None:
     cluster = Cluster(0)
     cluster.join(range(2))
     cluster.run(LIMIT_S + 2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
@@ -297,7 +297,7 @@ def test_the_first_engines_are_not_called_off() -> None:
 
 
 @pytest.mark.parametrize("hangs", [True, False])
-def test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs(cluster, hangs: bool) -> None:
+def test_a_single_engine_that_does_not_follow_the_probe_hangs(cluster, hangs: bool) -> None:
     """An engine in a group of one waits for no peer, so it hangs if it does not follow the probe.
     If it follows, it is kept: only a message of it was lost."""
     cluster.machine.remove_failed([1], cluster.now)
@@ -309,7 +309,7 @@ def test_an_engine_that_is_alone_and_does_not_follow_the_probe_hangs(cluster, ha
     assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [0] * hangs
 
 
-def test_time_in_which_the_coordinator_was_stopped_does_not_count(cluster) -> None:
+def test_time_while_the_coordinator_was_stopped_does_not_count(cluster) -> None:
     cluster.join(range(2, 3))
     cluster.run(LIMIT_S / 2, lambda _: cluster.epoch, lambda _: 0)
     cluster.now += 10 * LIMIT_S
@@ -346,7 +346,7 @@ def test_an_engine_that_hangs_while_the_others_wait_for_a_pause_is_found(cluster
     assert [stalled.rank for stalled in cluster.machine.stalled_engines] == [1]
 
 
-def test_an_engine_that_computes_alone_and_does_not_follow_is_not_waited_for(cluster) -> None:
+def test_the_group_does_not_wait_for_a_standalone_engine_that_does_not_follow(cluster) -> None:
     """An engine that computes on its own is not waited for if it cannot hear the coordinator, even
     though the coordinator hears it."""
     alone_in = cluster.epoch

@@ -24,7 +24,7 @@ def times(until_s: float, from_s: float = 0.0) -> list[float]:
     return [from_s + STEP_S * turn for turn in range(1, round((until_s - from_s) / STEP_S) + 1)]
 
 
-def test_a_newcomer_has_the_full_time_to_be_heard() -> None:
+def test_a_newcomer_has_the_full_time_for_its_first_report() -> None:
     monitor = watching("a")
     for now in times(3.0):
         monitor.advance(now)
@@ -54,14 +54,14 @@ def test_progress_is_a_change_of_the_counter_of_a_busy_one(counters, busy, witho
     assert monitor.without_progress_s(0.0) == ({} if without_s is None else {"a": without_s})
 
 
-def test_an_idle_one_is_never_without_progress() -> None:
+def test_an_idle_subject_never_counts_as_stalled() -> None:
     monitor = watching("a")
     monitor.on_report("a", 5, 0.0, busy=False)
     monitor.advance(1.0)
     assert monitor.without_progress_s(0.0) == {}
 
 
-def test_what_was_before_since_does_not_count() -> None:
+def test_events_before_the_start_time_do_not_count() -> None:
     monitor = watching("a")
     for now in (0.0, 1.0, 2.0, 3.0):
         monitor.on_report("a", 5, now)
@@ -69,7 +69,7 @@ def test_what_was_before_since_does_not_count() -> None:
     assert monitor.without_progress_s(0.0, since=2.0) == {"a": 1.0}
 
 
-def test_the_excused_begin_again_and_the_removed_are_forgotten() -> None:
+def test_excused_subjects_restart_and_removed_ones_are_forgotten() -> None:
     monitor = watching("a", "b")
     for now in (0.0, 1.0, 2.0):
         for subject in ("a", "b"):
@@ -81,7 +81,7 @@ def test_the_excused_begin_again_and_the_removed_are_forgotten() -> None:
     assert monitor.subjects == {"a"} and monitor.without_progress_s(0.0) == {}
 
 
-def test_time_in_which_the_caller_was_stopped_is_no_silence() -> None:
+def test_time_while_the_caller_was_stopped_is_not_silence() -> None:
     monitor = watching("a")
     monitor.advance(1000.0)
     assert monitor.silent_s(LIMIT_S) == {}
@@ -106,7 +106,7 @@ def test_reports_within_the_limit_are_never_silence_or_a_stall(gaps, origin) -> 
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 7)), max_size=30))
-def test_a_subject_that_reports_and_progresses_is_never_named(gaps) -> None:
+def test_a_subject_that_reports_and_progresses_is_never_found(gaps) -> None:
     """A subject that reports and progresses is never named; each may be silent for less than the
     limit at any time."""
     monitor, now, counter = watching("a", "b", "c"), 0.0, 0

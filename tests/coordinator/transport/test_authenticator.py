@@ -81,7 +81,7 @@ def assert_serves(inbox: Inbox[str], peer: Outlet[str]) -> None:
     assert inbox.malformed == 0
 
 
-def test_who_knows_the_public_key_alone_is_refused(inbox, peer, door, keys) -> None:
+def test_a_peer_with_only_the_public_key_is_refused(inbox, peer, door, keys) -> None:
     """A client that only knows the server's public key is refused; CURVE itself would accept it."""
     frame = msgspec.msgpack.encode("intruder")
     own = zmq.curve_keypair()
@@ -94,12 +94,12 @@ def test_who_knows_the_public_key_alone_is_refused(inbox, peer, door, keys) -> N
 
 
 @pytest.mark.parametrize("name", list(knocks()))
-def test_a_knock_changes_nothing(inbox, peer, door, name) -> None:
+def test_a_rejected_connection_changes_nothing(inbox, peer, door, name) -> None:
     visit(door, knocks()[name])
     assert_serves(inbox, peer)
 
 
-def test_recorded_frames_are_worth_nothing(inbox, peer, keys) -> None:
+def test_replayed_frames_are_rejected(inbox, peer, keys) -> None:
     """Recorded frames cannot be replayed: each connection has its own session keys."""
     door = door_of(inbox.address, "tcp")
     with recorder() as recorded:
@@ -184,7 +184,7 @@ def test_untrusted_peers_hold_a_limited_number_of_connections(inbox, peer, door)
         untrusted_peer.close()
 
 
-def test_a_peer_comes_in_when_untrusted_peers_have_had_their_time(keys, monkeypatch) -> None:
+def test_a_peer_connects_after_the_timeout_of_untrusted_peers(keys, monkeypatch) -> None:
     """Untrusted peers that send nothing are closed after the handshake timeout, which makes room
     for a peer."""
     monkeypatch.setattr(authenticator, "HANDSHAKE_S", 0.5)
@@ -269,14 +269,14 @@ def test_an_untrusted_peer_may_announce_no_more_than_the_limit(keys, monkeypatch
     inbox.close()
 
 
-def test_a_message_may_be_as_large_as_the_limit_but_for_the_cipher(inbox, peer) -> None:
+def test_a_message_may_have_the_limit_minus_the_cipher_overhead(inbox, peer) -> None:
     text = "x" * (MAX_MESSAGE_BYTES - 100)
     peer.send(text)
     assert [len(message) for _, message in take(inbox, 1)] == [len(text)]
     assert_serves(inbox, peer)
 
 
-def test_a_connection_whose_number_has_another_file_by_now_leaves_nothing_open(
+def test_a_reused_file_descriptor_is_not_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other file is not changed."""

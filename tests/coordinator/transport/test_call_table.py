@@ -13,7 +13,7 @@ from swell.coordinator.transport.call_table import CallTable
 from swell.coordinator.transport.channel import ChannelTimeout
 
 
-def test_answers_find_their_calls_by_id_in_any_order() -> None:
+def test_answers_reach_their_calls_by_id_in_any_order() -> None:
     table: CallTable[str] = CallTable(time.monotonic)
     for order in itertools.permutations(range(3)):
         futures: list[Future[str]] = [Future() for _ in range(3)]
@@ -61,7 +61,7 @@ def test_late_unknown_and_repeated_answers_are_dropped() -> None:
     assert future.result(0) == "first"
 
 
-def test_a_cancelled_caller_is_left_alone() -> None:
+def test_an_answer_to_a_cancelled_caller_is_dropped() -> None:
     async def call() -> None:
         table: CallTable[str] = CallTable(time.monotonic)
         loop = asyncio.get_running_loop()

@@ -121,14 +121,14 @@ def test_each_peer_gets_its_own_answers(inbox, address, keys) -> None:
         outlet.close()
 
 
-def test_a_chosen_identity_is_what_the_inbox_hears(inbox, address, keys) -> None:
+def test_the_inbox_receives_the_chosen_identity(inbox, address, keys) -> None:
     outlet: Outlet[str] = Outlet(address, str, keys, identity=b"me")
     outlet.send("x")
     assert take(inbox, 1) == [(b"me", "x")]
     outlet.close()
 
 
-def test_waiting_for_nothing_ends(inbox, outlet) -> None:
+def test_a_wait_without_messages_times_out(inbox, outlet) -> None:
     assert list(inbox.receive(0.0)) == list(inbox.receive(0.01)) == []
     assert outlet.receive(0.0) is None and outlet.receive(0.01) is None
 
@@ -140,7 +140,7 @@ def test_an_inbox_drops_what_it_cannot_deliver(inbox, outlet) -> None:
 
 
 @pytest.mark.parametrize("near", [True, False])
-def test_an_outlet_keeps_its_messages_until_the_peer_is_there(keys, near) -> None:
+def test_an_outlet_keeps_its_messages_until_the_peer_connects(keys, near) -> None:
     free: Inbox[str] = Inbox(str, keys)
     later = free.address
     free.close()
@@ -182,7 +182,7 @@ def test_a_message_of_several_frames_is_skipped(inbox, outlet) -> None:
 # -------------------------------------------------------------------------------- closing
 
 
-def test_what_was_sent_right_before_closing_arrives(inbox, address, keys) -> None:
+def test_messages_sent_right_before_closing_arrive(inbox, address, keys) -> None:
     outlet: Outlet[str] = Outlet(address, str, keys)
     outlet.send("last messages")
     outlet.close()
@@ -247,7 +247,7 @@ def test_inboxes_share_a_range_of_ports_until_all_are_taken(keys) -> None:
         inbox.close()
 
 
-def test_an_address_that_cannot_be_had_is_an_error(keys) -> None:
+def test_an_unavailable_address_is_an_error(keys) -> None:
     with pytest.raises(zmq.ZMQError, match="assign"):
         Inbox(str, keys, "192.0.2.1", port=20_000)
 
@@ -288,7 +288,7 @@ def test_an_untrusted_peer_gets_nothing_and_harms_nobody(
         assert take(inbox, 1) == [(peer, "still here")]
 
 
-def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
+def test_bytes_of_another_protocol_are_harmless(inbox, outlet) -> None:
 
     host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=SOON_S) as untrusted_peer:
@@ -300,7 +300,7 @@ def test_bytes_that_are_no_zmq_harm_nobody(inbox, outlet) -> None:
 # -------------------------------------------------------------------------------- event loops
 
 
-def test_an_async_outlet_talks_in_order(inbox, address, keys) -> None:
+def test_an_async_outlet_sends_in_order(inbox, address, keys) -> None:
     async def talk() -> list[str]:
         queue: asyncio.Queue[str] = asyncio.Queue()
         outlet: AsyncOutlet[str] = AsyncOutlet(address, str, keys, queue.put_nowait)
@@ -381,7 +381,7 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
     asyncio.run(talk())
 
 
-def test_looking_at_the_connection_does_not_swallow_the_wake_up(inbox, address, keys) -> None:
+def test_checking_the_connection_does_not_swallow_the_wake_up(inbox, address, keys) -> None:
     """The same holds for a loop that only calls `is_connected`."""
 
     async def talk() -> None:
@@ -401,7 +401,7 @@ def test_looking_at_the_connection_does_not_swallow_the_wake_up(inbox, address, 
     asyncio.run(talk())
 
 
-def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, address, keys) -> None:
+def test_an_outlet_closed_by_a_message_delivers_no_further_one(inbox, address, keys) -> None:
     async def talk() -> tuple[list[str], list[Any]]:
         received: list[str] = []
         problems: list[Any] = []
@@ -426,7 +426,7 @@ def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(inbox, add
     assert asyncio.run(talk()) == (["0"], [])
 
 
-def test_a_handshake_that_is_over_at_once_is_noticed(
+def test_an_immediate_handshake_is_detected(
     inbox: Inbox[str], keys: ChannelKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A handshake that completes at once is noticed, even if the connecting thread is held up just
@@ -461,7 +461,7 @@ def silent_port() -> Iterator[int]:
         yield door.getsockname()[1]
 
 
-def test_an_attempt_that_nobody_answers_is_followed_by_a_new_one(silent_port: int) -> None:
+def test_an_unanswered_connection_attempt_is_retried(silent_port: int) -> None:
     """A link that works again is used at once."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as outlet:
         outlet.linger = 0

@@ -63,7 +63,7 @@ def elements(message: Any) -> list[Any]:
 
 
 @given(message=_structs_of(EngineCoreRequest))
-def test_requests_come_as_they_were_sent(message: EngineCoreRequest) -> None:
+def test_decoded_requests_equal_the_sent_ones(message: EngineCoreRequest) -> None:
     decoder: FrameDecoder[Any] = FrameDecoder(EngineMessage)
     assert decoder.decode(encode(message)) == message
     whole = msgspec.msgpack.encode(message)
@@ -72,15 +72,15 @@ def test_requests_come_as_they_were_sent(message: EngineCoreRequest) -> None:
 
 
 @given(message=_structs_of(EngineCoreOutputs))
-def test_outputs_come_as_they_were_sent(message: EngineCoreOutputs) -> None:
+def test_decoded_outputs_equal_the_sent_ones(message: EngineCoreOutputs) -> None:
     assert FrameDecoder[Any](EngineAnswer).decode(encode(message)) == message
 
 
-def test_a_minimal_request_has_its_required_fields_alone() -> None:
+def test_a_minimal_request_has_only_its_required_fields() -> None:
     assert elements(EngineCoreRequest("r", [5, 6], SamplerParams(), 16)) == [0, "r", [5, 6], [], 16]
 
 
-def test_fields_up_to_the_last_one_that_is_not_default_travel() -> None:
+def test_fields_after_the_last_non_default_one_are_omitted() -> None:
     sampler = SamplerParams(top_p=0.9, pooling=PoolingParams(dimensions=8))
     request = EngineCoreRequest("r", [5], sampler, 16, priority=3)
     pooling = [0, 8]
@@ -88,7 +88,7 @@ def test_fields_up_to_the_last_one_that_is_not_default_travel() -> None:
     assert elements(request) == [0, "r", [5], in_sampler, 16, 0, [], [], [], 3]
 
 
-def test_an_element_of_a_list_travels_whole() -> None:
+def test_list_elements_are_encoded_with_all_fields() -> None:
     class Several(msgspec.Struct, array_like=True, omit_defaults=True):
         items: list[SamplerParams]
         name: str = ""
@@ -97,7 +97,7 @@ def test_an_element_of_a_list_travels_whole() -> None:
     assert len(item) == len(SamplerParams.__struct_fields__)
 
 
-def test_structs_that_do_not_ask_for_it_and_plain_values_travel_whole() -> None:
+def test_other_structs_and_plain_values_are_encoded_completely() -> None:
     class Whole(msgspec.Struct, array_like=True, tag=7):
         number: int = 0
 
@@ -133,7 +133,7 @@ def test_older_and_newer_builds_read_each_other(sent: Any, read: Any) -> None:
     assert FrameDecoder[Any](type(read)).decode(encode(sent)) == read
 
 
-def test_defaults_that_are_equal_but_of_another_type_are_left_out() -> None:
+def test_defaults_of_another_but_equal_type_are_omitted() -> None:
     """A default that is given as an equal value of another type is omitted: the reader decodes a
     temperature of 0 as 0.0."""
     assert elements(SamplerParams(temperature=0, seed=0, top_p=1)) == []

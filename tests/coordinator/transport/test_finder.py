@@ -67,7 +67,7 @@ class Search:
         return found
 
 
-def test_nobody_is_asked_while_it_is_heard() -> None:
+def test_no_search_while_the_coordinator_sends() -> None:
     search = Search(CONTACT)
     for _ in range(10):
         assert search.turn(8) == []
@@ -75,7 +75,7 @@ def test_nobody_is_asked_while_it_is_heard() -> None:
     assert search.asked_at == []
 
 
-def test_silence_is_asked_about_again_and_again_until_it_is_heard() -> None:
+def test_a_silent_coordinator_is_searched_until_it_sends() -> None:
     search = Search()
     search.turn(35)
     assert search.asked_at == [10.0, 20.0, 30.0]
@@ -84,7 +84,7 @@ def test_silence_is_asked_about_again_and_again_until_it_is_heard() -> None:
     assert len(search.asked_at) == 3
 
 
-def test_who_has_never_heard_it_asks_soon() -> None:
+def test_a_new_process_searches_early() -> None:
     """A finder that has never heard from the coordinator searches before the coordinator, which
     does not hear from it either, gives up on it."""
     search = Search(None, CONTACT, heard=False)
@@ -94,14 +94,14 @@ def test_who_has_never_heard_it_asks_soon() -> None:
     assert len(search.asked_at) == 3
 
 
-def test_what_is_found_is_told_once() -> None:
+def test_a_found_address_is_reported_once() -> None:
     search = Search(None, CONTACT)
     assert search.turn(11) == []
     assert search.turn(12) == [CONTACT]
     assert search.turn(9) == []
 
 
-def test_one_search_at_a_time() -> None:
+def test_only_one_search_runs_at_a_time() -> None:
     """Only one search runs at a time: it may block as long as Ray's GCS is unavailable."""
     search = Search(CONTACT)
     search.turn(50, answers=False)
@@ -109,12 +109,12 @@ def test_one_search_at_a_time() -> None:
     assert search.turn(2) == [CONTACT]
 
 
-def test_a_search_that_fails_is_tried_again() -> None:
+def test_a_failed_search_is_retried() -> None:
     search = Search(RuntimeError("the GCS is away"), CONTACT)
     assert search.turn(30) == [CONTACT]
 
 
-def test_time_in_which_it_did_not_listen_is_no_silence() -> None:
+def test_time_without_listening_is_not_silence() -> None:
     search = Search()
     search.turn(2)
     search.runtime.time_s += 100.0
@@ -122,7 +122,7 @@ def test_time_in_which_it_did_not_listen_is_no_silence() -> None:
     assert search.asked_at == []
 
 
-def test_a_coordinator_is_silent_for_some_time_before_it_is_looked_for() -> None:
+def test_a_search_begins_only_after_some_silence() -> None:
     search = Search()
     search.turn(int(SILENCE_S / 2))
     assert not search.finder.is_silent

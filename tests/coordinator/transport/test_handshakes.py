@@ -30,13 +30,13 @@ def test_the_clusters_key_may_connect() -> None:
         [],
     ],
 )
-def test_whatever_else_is_refused(request_: list[bytes]) -> None:
+def test_any_other_key_is_refused(request_: list[bytes]) -> None:
     reply = zap_reply(request_, {OURS})
     assert reply[2] == b"400" and len(reply) == 6
     assert reply[1] == (request_[1] if request_ else b"")
 
 
-def test_a_further_handshake_is_refused_until_another_has_ended() -> None:
+def test_handshakes_beyond_the_limit_are_refused_until_another_finishes() -> None:
     pending = PendingHandshakes(LIMIT, HANDSHAKE_S)
     assert [pending.accepted(fd, 0.0) for fd in range(5)] == [True] * 3 + [False] * 2
     assert pending.refused == 2
@@ -48,7 +48,7 @@ def test_a_further_handshake_is_refused_until_another_has_ended() -> None:
     assert pending.accepted(6, 1.0)
 
 
-def test_one_that_has_succeeded_or_had_its_time_does_not_count() -> None:
+def test_finished_and_expired_handshakes_do_not_count() -> None:
     pending = PendingHandshakes(LIMIT, HANDSHAKE_S)
     assert all(pending.accepted(fd, 0.0) for fd in range(3))
     pending.succeeded(1.0)

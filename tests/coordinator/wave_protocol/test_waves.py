@@ -56,18 +56,18 @@ def test_a_stopped_engine_with_work_runs_first_and_then_reports() -> None:
         ((), Phase.OUT, True),
     ],
 )
-def test_who_cannot_begin_alone_needs_the_coordinator(ranks, phase, needs) -> None:
+def test_an_engine_that_cannot_start_a_wave_asks_the_coordinator(ranks, phase, needs) -> None:
     member = WaveMember(0, 1, 1, phase=phase, ranks=ranks)
     assert member.needs_coordinator == needs
 
 
-def test_the_first_wave_starts_although_its_number_is_that_of_everybody() -> None:
+def test_the_first_wave_starts_although_all_engines_have_its_number() -> None:
     scenario = Scenario(Bounds(2, 2, (K1,)))
     scenario.perform("1 gets a request", "1 is delivered").rest()
     assert [engine.fields.wave for engine in scenario.state.engines] == [1, 1]
 
 
-def test_two_engines_woken_at_once_make_one_wave() -> None:
+def test_two_engines_woken_together_start_one_wave() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1)))
     scenario.perform(
         "0 gets a request", "1 gets a request", "1 is delivered", "0 is delivered"
@@ -84,7 +84,7 @@ def test_the_next_start_may_overtake_the_end_of_a_wave() -> None:
     scenario.rest()
 
 
-def test_a_start_is_remembered_by_an_engine_that_has_yet_to_end_the_wave_before() -> None:
+def test_an_engine_in_the_previous_wave_remembers_a_start() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1))).perform(*AWAKE, "0 submits", "1 submits")
     scenario.perform(
         "0 reads", "0 is delivered", "0 gets a request", "0 is delivered", "1 takes", "1 reads"
@@ -93,7 +93,7 @@ def test_a_start_is_remembered_by_an_engine_that_has_yet_to_end_the_wave_before(
     scenario.rest()
 
 
-def test_a_start_that_comes_after_its_wave_is_ignored() -> None:
+def test_a_start_that_arrives_after_its_wave_is_ignored() -> None:
     scenario = Scenario(Bounds(2, 1, (K1, K1)))
     scenario.perform(
         "0 gets a request", "0 is delivered", "1 gets a request", "0 submits", "1 submits"
@@ -109,13 +109,13 @@ def test_a_request_of_a_paused_engine_waits() -> None:
     assert scenario.perform("resume").rest().engines[1].jobs == ()
 
 
-def test_a_start_that_comes_after_a_pause_is_ignored() -> None:
+def test_a_start_that_arrives_after_a_pause_is_ignored() -> None:
     member = WaveMember(1, 0, 1, epoch=1, phase=Phase.PAUSED, ranks=(0, 1))
     member.start(StartDPWave(1, 5))
     assert member.phase is Phase.PAUSED and not member.start_pending
 
 
-def test_one_may_resume_long_before_another() -> None:
+def test_engines_may_resume_at_different_times() -> None:
     scenario = Scenario(Bounds(2, 1, (K2,), pauses=1)).perform(*PAUSED)
     scenario.perform(*["0 is delivered"] * 2, *["1 is delivered"] * 2, "resume", "1 takes")
     scenario.perform("1 takes", "1 submits")
@@ -123,7 +123,7 @@ def test_one_may_resume_long_before_another() -> None:
     scenario.rest()
 
 
-def test_a_pause_that_is_released_early_is_agreed_before_it_ends() -> None:
+def test_an_early_resume_waits_until_the_pause_is_agreed() -> None:
     scenario = Scenario(Bounds(2, 1, (), pauses=1)).perform("pause", "0 takes", "resume")
     assert all(message[0] is not Resume for message in scenario.state.engines[0].inbox)
     scenario.rest()
@@ -139,7 +139,7 @@ def test_work_that_cannot_be_scheduled_keeps_the_wave_alive() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_an_end_that_is_seen_late_costs_no_more_steps_than_are_in_flight(depth: int) -> None:
+def test_a_late_end_of_a_wave_costs_only_the_steps_in_flight(depth: int) -> None:
     scenario = Scenario(Bounds(2, depth, (E1,)))
     scenario.perform("0 gets a request").rest()
     assert scenario.model.most_quiet <= depth
@@ -199,21 +199,21 @@ def test_a_wave_is_announced_once() -> None:
     assert coordinator.start_wave(2, 1, 0) == []
 
 
-def test_a_group_that_is_already_wanted_is_not_disturbed() -> None:
+def test_a_group_that_already_is_the_target_is_not_disturbed() -> None:
     coordinator = WaveCoordinator(epoch=1, ranks=(0, 1), target_ranks=(0, 1))
     assert coordinator.change((0, 1)) == []
     assert coordinator.change((0, 1), lost=True) == []
     assert coordinator.group_state is GroupState.SERVING
 
 
-def test_only_the_first_says_that_a_wave_has_ended() -> None:
+def test_only_the_first_engine_reports_the_end_of_a_wave() -> None:
     for rank, said in [(0, 1), (1, 0)]:
         member = WaveMember(rank, 0, 1, epoch=1, phase=Phase.RUNNING, ranks=(0, 1))
         member.submitted()
         assert len(member.on_all_reduce(0, 0, has_work=False)) == said
 
 
-def test_a_group_whose_end_several_engines_report_is_formed_once() -> None:
+def test_a_group_that_several_engines_report_as_broken_is_formed_once() -> None:
     coordinator = WaveCoordinator(epoch=1, ranks=(0, 1), target_ranks=(0, 1))
     assert len(coordinator.broken(1)) == 2
     assert coordinator.broken(1) == []
@@ -234,7 +234,7 @@ def test_messages_of_another_epoch_are_dropped() -> None:
     assert coordinator.wave == 0
 
 
-def test_what_arrives_while_the_last_steps_are_read_begins_the_next_wave() -> None:
+def test_a_request_during_the_last_steps_starts_the_next_wave() -> None:
     member = WaveMember(0, 0, 2, epoch=1, phase=Phase.RUNNING, ranks=(0, 1))
     member.submitted()
     member.submitted()
@@ -249,7 +249,7 @@ def test_an_unfinished_scenario_is_not_quiescent() -> None:
     assert not is_quiescent(Scenario(bounds).perform("0 gets a request").state, bounds)
 
 
-def test_an_engine_that_comes_after_the_recovery_forms_a_group_of_a_newer_epoch() -> None:
+def test_an_engine_with_a_late_hello_forms_a_newer_group() -> None:
     """An engine that introduces itself after the recovery gets a group of a newer epoch: it would
     ignore a command of its own epoch, which was its predecessor's."""
     waves = WaveCoordinator()
@@ -270,7 +270,7 @@ def _broken_member() -> WaveMember:
     return member
 
 
-def test_an_engine_alone_steps_for_its_own_rows_and_says_nothing_of_waves() -> None:
+def test_a_standalone_engine_steps_for_its_own_rows_and_reports_no_waves() -> None:
     member = _broken_member()
     assert member.lockstep and not member.may_submit()
     assert member.serve_alone(3)
@@ -285,7 +285,7 @@ def test_an_engine_alone_steps_for_its_own_rows_and_says_nothing_of_waves() -> N
     assert (member.phase, member.wave, member.in_flight) == (Phase.ALONE, 5, 0)
 
 
-def test_an_engine_leaves_a_pause_alone() -> None:
+def test_a_standalone_engine_leaves_a_pause() -> None:
     member = WaveMember(
         1, 0, 1, epoch=3, phase=Phase.PAUSED, ranks=(0, 1), voting=True, pause_number=2
     )
@@ -294,13 +294,13 @@ def test_an_engine_leaves_a_pause_alone() -> None:
     assert member.resume(Resume(3)) == [] and member.phase is Phase.ALONE
 
 
-def test_only_an_engine_of_a_group_that_does_not_step_goes_alone() -> None:
+def test_only_an_engine_of_a_group_that_does_not_step_becomes_standalone() -> None:
     assert not _broken_member().serve_alone(2), "an older group"
     assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.RUNNING, ranks=(0, 1)).serve_alone(3)
     assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.OUT, ranks=(0,)).serve_alone(3), "it left"
 
 
-def test_an_engine_alone_follows_a_newer_group_only() -> None:
+def test_a_standalone_engine_follows_only_a_newer_group() -> None:
     member = _broken_member()
     assert member.serve_alone(3)
     for message in (StartDPWave(3, 9), Resume(3)):
@@ -313,7 +313,7 @@ def test_an_engine_alone_follows_a_newer_group_only() -> None:
 
 
 @pytest.mark.parametrize("state", [GroupState.SERVING, GroupState.PAUSING, GroupState.FORMING])
-def test_a_coordinator_forms_the_next_group_with_an_engine_that_is_alone(state: GroupState) -> None:
+def test_a_coordinator_forms_the_next_group_with_a_standalone_engine(state: GroupState) -> None:
     """The coordinator forms the next group with an engine that computes on its own, also while the
     current group forms, because that engine has given up on it."""
     waves = WaveCoordinator(3, 5, False, state, (0, 1), (0, 1))

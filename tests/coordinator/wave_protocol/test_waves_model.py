@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", BOUNDS)
-def test_every_order_of_events_comes_to_rest(name: str) -> None:
+def test_every_order_of_events_becomes_quiescent(name: str) -> None:
     assert explore(BOUNDS[name]).states > 50
 
 
@@ -54,7 +54,7 @@ def test_steps_without_rows_at_the_end_of_a_wave(depth: int) -> None:
     ),
     choices=st.lists(st.integers(0, 10_000), max_size=300),
 )  # fmt: skip
-def test_any_walk_comes_to_rest(
+def test_any_walk_becomes_quiescent(
     engines: int,
     depth: int,
     jobs: list[tuple[str, int]],

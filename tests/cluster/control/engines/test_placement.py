@@ -156,7 +156,9 @@ def test_an_unresponsive_engine_in_the_roster_is_asked_again(
     assert newcomers == []
 
 
-def test_an_engine_that_never_answers_is_abandoned(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_never_answers_is_abandoned(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(placement, "_PROBES", 0.001)
     table.engine(0, "a", TimeoutError())
     coordinator = FakeCoordinator(member(0, 5))
@@ -166,7 +168,9 @@ def test_an_engine_that_never_answers_is_abandoned(table: Table, monkeypatch: py
     ) and coordinator.lost == [0]
 
 
-def test_an_engine_of_this_manager_becomes_an_orphan_only_when_it_is_destroyed(table: Table) -> None:
+def test_an_engine_of_this_manager_becomes_an_orphan_only_when_it_is_destroyed(
+    table: Table,
+) -> None:
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)

@@ -119,7 +119,9 @@ async def is_whole(harness: ManagerHarness, version: str, engines: int) -> None:
 
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("engines", [2, 3])
-def test_one_engine_is_replaced_by_the_needed_version_and_restored(engines: int, sends: bool) -> None:
+def test_one_engine_is_replaced_by_the_needed_version_and_restored(
+    engines: int, sends: bool
+) -> None:
     async def scenario(harness: ManagerHarness) -> None:
         ingress = await upgraded(harness, "other")
         ingress.sends = sends

@@ -96,9 +96,7 @@ class SlowActor(FakeRay):
 
 @pytest.mark.parametrize("callers", [1, 5])
 @pytest.mark.parametrize("start_s", [0.0, 2.0, 11.0, 40.0, 150.0, 290.0])
-def test_a_slow_successor_is_not_killed_forever(
-    start_s: float, callers: int
-) -> None:
+def test_a_slow_successor_is_not_killed_forever(start_s: float, callers: int) -> None:
     """A successor that starts within `start_timeout_s` answers all callers, however many wait for
     it."""
 

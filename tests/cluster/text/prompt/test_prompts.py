@@ -89,7 +89,9 @@ def test_special_tokens_are_added_where_the_tokenizer_adds_them() -> None:
     assert prompts.encode("the", TEMPLATE_TEXT)[0] != 1
 
 
-def test_a_text_of_ten_megabytes_is_refused_without_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_of_ten_megabytes_is_refused_without_tokenizing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prompts = processor()
     monkeypatch.setattr(prompts, "_backend", None)
     monkeypatch.setattr(prompts, "tokenizer", None)

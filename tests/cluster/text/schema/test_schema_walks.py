@@ -142,9 +142,7 @@ def walk(lark: str, seed: int) -> str:
 @example({"type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}}, {"$ref": "#/$defs/x"}, 0)
 @example({"type": "string", "pattern": "b$"}, {}, 0)
 @example({"anyOf": [{"type": "array", "items": False, "minItems": 1}, {"type": "null"}]}, {}, 0)
-def test_every_accepted_walk_ends_in_a_valid_value(
-    schema: Any, inner: Any, seed: int
-) -> None:
+def test_every_accepted_walk_ends_in_a_valid_value(schema: Any, inner: Any, seed: int) -> None:
     schema = {**schema, "$defs": {"x": inner}} if isinstance(schema, dict) else schema
     lark = compiled(schema)
     for number in range(3) if lark else ():

@@ -51,7 +51,9 @@ def test_text_stop_and_token_equal_those_of_a_plain_search(
 
 @settings(max_examples=300, deadline=None)
 @given(PIECES, STOPS)
-def test_exactly_the_possible_beginning_of_a_stop_string_is_held(pieces: list[str], stops: list[str]) -> None:
+def test_exactly_the_possible_beginning_of_a_stop_string_is_held(
+    pieces: list[str], stops: list[str]
+) -> None:
     checker, text, shown = StopChecker(stops), "", ""
     for count, piece in enumerate(pieces, 1):
         text += piece
