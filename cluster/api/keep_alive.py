@@ -16,10 +16,9 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 from starlette.requests import Request
-from starlette.types import Message, Scope, Send
+from starlette.types import Message, Send
 
 from swell.cluster.api.answers.sse import EVENT_HEADERS
-from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 
 EARLY_HEAD = "x-swell-early-head"
@@ -48,8 +47,7 @@ class KeepAlive:
     """The messages of one answer, and what is sent in their pauses. Everything runs in one event
     loop, and messages keep their order."""
 
-    def __init__(self, scope: Scope, send: Send, interval_s: float) -> None:
-        self._scope = scope
+    def __init__(self, send: Send, interval_s: float) -> None:
         self._send = send
         self._interval_s = interval_s
         self._loop = asyncio.get_running_loop()
@@ -138,8 +136,6 @@ class KeepAlive:
         starts = not (self._started or self._head_left)
         if starts:
             self._head_left = True
-            if head.is_stream:
-                self._scope.setdefault("state", {})[IS_EVENT_STREAM] = True
         self._filling = self._loop.create_task(self._send_filler(head, starts=starts))
         if starts and self._on_head is not None:
             self._on_head()

@@ -96,7 +96,7 @@ class RequestContextMiddleware:
             return await self._app(scope, receive, send)
         now_s = asyncio.get_running_loop().time()
         context = _new_context(Headers(scope=scope), route_path(scope), now_s, receive)
-        context.keep_alive = keep_alive = KeepAlive(scope, send, self._keep_alive_s)
+        context.keep_alive = keep_alive = KeepAlive(send, self._keep_alive_s)
         scope[_KEY] = context
         try:
             await self._app(scope, receive, keep_alive.send)

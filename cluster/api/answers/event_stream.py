@@ -11,7 +11,6 @@ from starlette.types import Receive, Scope, Send
 
 from swell.cluster.api.answers.disconnect import run_until_disconnect
 from swell.cluster.api.answers.sse import EVENT_HEADERS
-from swell.cluster.api.server.response_framing import IS_EVENT_STREAM
 
 
 class EventStreamResponse:
@@ -43,7 +42,6 @@ class EventStreamResponse:
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        scope.setdefault("state", {})[IS_EVENT_STREAM] = True
         try:
             with contextlib.suppress(ClientDisconnect):
                 await run_until_disconnect(receive, self._write(send))

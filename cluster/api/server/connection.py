@@ -26,7 +26,7 @@ from swell.cluster.api.bodies.http_errors import HTTPError, error_body
 from swell.cluster.api.server.cors import CorsRules
 from swell.cluster.api.server.half_close import HalfCloseWatcher
 from swell.cluster.api.server.request_head import head_refusal
-from swell.cluster.api.server.response_framing import with_framing
+from swell.cluster.api.server.response_framing import FramedResponse
 from swell.cluster.api.server.stalled_reader import StalledReader
 from swell.configs.schema import ServeConfig
 
@@ -85,6 +85,8 @@ class LimitedConnection(HttpToolsProtocol):
         """Whether further received bytes are dropped."""
         self._answering: RequestResponseCycle | None = None
         """The request that the application handles; `cycle` is the newest one."""
+        self._response: FramedResponse | None = None
+        """The response of `_answering`."""
         self._half_closed: HalfCloseWatcher | None = None
         self._deadline_s = 0.0
         self._read_timer: asyncio.TimerHandle | None = None
@@ -136,12 +138,13 @@ class LimitedConnection(HttpToolsProtocol):
             newest.keep_alive = False
         self._cancel_read_timer()
         if self._half_closed is None:
-            self._half_closed = HalfCloseWatcher(self.loop, self.transport, lambda: self._answering)
+            self._half_closed = HalfCloseWatcher(self.loop, self.transport, lambda: self._response)
         return True
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, with_framing(cycle, app))
+        self._response = FramedResponse(cycle, app)
+        super()._start_asgi_task(cycle, self._response)
 
     def data_received(self, data: bytes) -> None:
         if self._closing:

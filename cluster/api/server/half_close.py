@@ -23,9 +23,7 @@ import select
 import socket
 from collections.abc import Callable
 
-from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-from swell.cluster.api.server.response_framing import IS_EVENT_STREAM, is_http10
+from swell.cluster.api.server.response_framing import FramedResponse
 
 PROBE_S = 1.0
 """The wait before the probe. Most answers begin sooner, so their clients see nothing unusual; a
@@ -40,18 +38,18 @@ _CHUNK = b"%x\r\n%b\r\n"
 
 
 class HalfCloseWatcher:
-    """Probes one half-closed connection, and aborts it once its client has left. `answering`
-    returns the request that the application handles."""
+    """Probes one half-closed connection, and aborts it once its client has left. `response`
+    returns the response to the request that the application handles."""
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         transport: asyncio.Transport,
-        answering: Callable[[], RequestResponseCycle | None],
+        response: Callable[[], FramedResponse | None],
     ) -> None:
         self._loop = loop
         self._transport = transport
-        self._answering = answering
+        self._response = response
         self._probe_at_s = loop.time() + PROBE_S
         self._pause_s = _MIN_POLL_S
         self._poll = select.poll()
@@ -72,7 +70,7 @@ class HalfCloseWatcher:
         if self._loop.time() >= self._probe_at_s:
             # A stream to HTTP/1.0 that has not begun can be probed later, once it has begun.
             self._probe_at_s = self._loop.time() + PROBE_S
-            if said := _probe(self._answering()):
+            if said := _probe(self._response()):
                 self._probe_at_s = float("inf")
                 self._transport.write(said)
                 self._pause_s = _MIN_POLL_S
@@ -81,15 +79,15 @@ class HalfCloseWatcher:
         self._pause_s = min(2 * self._pause_s, _MAX_POLL_S)
 
 
-def _probe(answering: RequestResponseCycle | None) -> bytes:
+def _probe(response: FramedResponse | None) -> bytes:
     """Returns bytes that mean nothing to the client and may be written now; empty: none exist."""
-    if answering is None:
+    if response is None:
         return b""
-    if answering.response_started:
-        if IS_EVENT_STREAM not in answering.scope["state"]:
+    if response.cycle.response_started:
+        if not response.is_event_stream:
             return b""
-        return _COMMENT if is_http10(answering) else _CHUNK % (len(_COMMENT), _COMMENT)
-    return b"" if is_http10(answering) else _CONTINUE
+        return _COMMENT if response.is_http10 else _CHUNK % (len(_COMMENT), _COMMENT)
+    return b"" if response.is_http10 else _CONTINUE
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -13,53 +13,54 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-IS_EVENT_STREAM = "swell.events"
-"""Key of the request's state. If set, the response is an event stream with one HTTP chunk for each
-event."""
+EVENT_STREAM = b"text/event-stream"
 
 
-def is_http10(cycle: RequestResponseCycle) -> bool:
-    return bool(cycle.scope["http_version"] == "1.0")
-
-
-def with_framing(cycle: RequestResponseCycle, app: ASGIApp) -> Any:
-    """Wraps `app` for this one request, so that its answer is framed correctly.
+class FramedResponse:
+    """The response to one request: an ASGI application around `app` that corrects its framing.
 
     `cycle.keep_alive` is false only while an early head is written, or once the body has arrived
     after all. Otherwise uvicorn would close the connection at once, and a client that is still
     sending would lose the answer. uvicorn chunks an answer without a length, and enforces a known
     length. So for HTTP/1.0 it is told the length of each part.
     """
-    old = is_http10(cycle)
-    if old:
-        cycle.waiting_for_100_continue = False
 
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        keeps, early, unframed = cycle.keep_alive, False, False
+    def __init__(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:
+        self.cycle = cycle
+        self.is_http10 = cycle.scope["http_version"] == "1.0"
+        self.is_event_stream = False
+        """Whether the head announced an event stream, which has one HTTP chunk for each event."""
+        self._app = app
+        self._early = False
+        """Whether the head was sent before the body of the request had arrived."""
+        self._unframed = False
+        """Whether only the end of the connection ends the body."""
+        if self.is_http10:
+            cycle.waiting_for_100_continue = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        cycle, keeps = self.cycle, self.cycle.keep_alive
 
         def send_framed(message: Message) -> Awaitable[None]:
-            nonlocal early, unframed
             starts = message["type"] == "http.response.start"
             if starts:
-                early = cycle.more_body
-                unframed = old and not _has_length(message)
-                if unframed:
-                    cycle.chunked_encoding = False
-            elif unframed and message["type"] == "http.response.body":
+                self._read_head(message)
+            elif self._unframed and message["type"] == "http.response.body":
                 cycle.expected_content_length = len(message.get("body", b""))
-            if early:
+            if self._early:
                 cycle.keep_alive = keeps and not starts and cycle.more_body
             return send(message)
 
-        await app(scope, receive, send_framed)
+        await self._app(scope, receive, send_framed)
 
-    return run
-
-
-def _has_length(message: Message) -> bool:
-    return any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+    def _read_head(self, message: Message) -> None:
+        headers = {name.lower(): value for name, value in message.get("headers", ())}
+        self._early = self.cycle.more_body
+        self.is_event_stream = headers.get(b"content-type", b"").startswith(EVENT_STREAM)
+        self._unframed = self.is_http10 and b"content-length" not in headers
+        if self._unframed:
+            self.cycle.chunked_encoding = False
