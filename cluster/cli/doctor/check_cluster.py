@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
-from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.cli.doctor.facts import Survey
 from swell.cluster.control.plan.room import bundles, refusal
 from swell.configs.schema import ClusterConfig
 

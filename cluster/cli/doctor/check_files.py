@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, to_findings
-from swell.cluster.cli.doctor.facts import FileFacts, HostFacts
-from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.cli.doctor.facts import FileFacts, HostFacts, Survey
 from swell.cluster.text.tokens.tokenizer import TOKENIZER_FILES
 
 _MODEL, _CONFIG = "model.path", "config.json"

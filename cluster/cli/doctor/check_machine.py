@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, minority, to_findings
-from swell.cluster.cli.doctor.facts import HostFacts
-from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.cli.doctor.facts import HostFacts, Survey
 from swell.configs.schema import ServeConfig
 
 MIB = 2**20

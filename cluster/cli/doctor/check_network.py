@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
-from swell.cluster.cli.doctor.facts import Link
+from swell.cluster.cli.doctor.facts import Link, Survey
 from swell.cluster.cli.doctor.probes.links import HTTP
-from swell.cluster.cli.doctor.survey import Survey
 
 CLOCK_LIMIT_S = 0.5
 """Largest clock difference: with a greater one the order of log lines of two hosts is misleading.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from packaging.specifiers import SpecifierSet
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, minority, to_findings
-from swell.cluster.cli.doctor.survey import Survey
+from swell.cluster.cli.doctor.facts import Survey
 
 _COMPILER_MAJOR = 12
 

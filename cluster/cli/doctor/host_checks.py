@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from swell.cluster.cli.doctor.host_paths import named_paths, unreadable
+from swell.cluster.cli.doctor.probes.host_files import named_paths, unreadable
 from swell.cluster.control.ray.http_port import claim_port, listening_host
 from swell.cluster.port_claim import PortClaims
 from swell.configs.runtime.network import host_address

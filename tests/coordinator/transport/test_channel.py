@@ -289,7 +289,6 @@ def test_an_untrusted_peer_gets_nothing_and_harms_nobody(
 
 
 def test_bytes_of_another_protocol_are_harmless(inbox, outlet) -> None:
-
     host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
     with socket.create_connection((host, int(port)), timeout=SOON_S) as untrusted_peer:
         untrusted_peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)

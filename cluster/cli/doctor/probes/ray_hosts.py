@@ -1,10 +1,12 @@
 """Collects the facts of every host of a Ray cluster through one actor on each. A host that does not
-answer before a deadline is reported, and does not delay the others."""
+answer before a deadline is reported, and does not delay the others. The actors answer in JSON, so
+that another release of Swell on a host is reported instead of breaking the answer."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,13 +21,23 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from swell.cluster.cli.deadline_call import within
-from swell.cluster.cli.doctor.facts import HostFacts, HostRequest, Link, Listener
+from swell.cluster.cli.doctor.facts import (
+    HostFacts,
+    HostRequest,
+    Link,
+    Listener,
+    Part,
+    RayFacts,
+    Requirements,
+    Survey,
+    Target,
+)
 from swell.cluster.cli.doctor.probes import links
-from swell.cluster.cli.doctor.probes.host_probe import HostProbe
-from swell.cluster.cli.doctor.probes.link_sockets import TOKEN_BYTES
-from swell.cluster.cli.doctor.survey import Requirements, Survey
+from swell.cluster.cli.doctor.probes.fact_collector import collect
+from swell.cluster.cli.doctor.probes.link_sockets import TOKEN_BYTES, LinkListeners, try_links
 from swell.cluster.cli.start.ray_address import probe_address
 from swell.configs.runtime.log import first_line
+from swell.configs.runtime.secret import SecretBytes
 from swell.configs.schema import Config, ConfigError
 
 T = TypeVar("T")
@@ -43,6 +55,7 @@ _ENGINE, _PLACED = "-engine-", "CREATED"
 """Part of the name of an engine's placement group, and the state of a group that has its
 resources."""
 _ENDED_BY_REQUEST = "EXPECTED_TERMINATION"
+_FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 
 
 class ClusterSilent(RuntimeError):
@@ -214,3 +227,43 @@ def _reason(error: Exception, timeout_s: float) -> str:
         return f"no answer after {timeout_s:g} s"
     cause = getattr(error, "cause", None) or error
     return f"{type(cause).__name__}: {first_line(cause)}"
+
+
+class HostProbe:
+    """The actor that runs on every host during a survey."""
+
+    def __init__(self, token: SecretBytes) -> None:
+        self._token = token
+        self._listeners: LinkListeners | None = None
+
+    def facts(self, request: HostRequest, object_store_bytes: int) -> bytes:
+        """Returns `HostFacts`."""
+        return msgspec.json.encode(collect(request, _ray_facts(object_store_bytes)))
+
+    def listen(self, parts: list[Part]) -> bytes:
+        """Open listeners that live as long as this process. Returns `list[Listener]`."""
+        self._listeners = self._listeners or LinkListeners(self._token)
+        return msgspec.json.encode([self._listeners.open(part) for part in parts])
+
+    def connect(self, source: str, targets: list[Target], timeout_s: float) -> bytes:
+        """Try to connect to the targets. Returns `list[Link]`."""
+        return msgspec.json.encode(try_links(source, targets, self._token, timeout_s))
+
+
+def _ray_facts(object_store_bytes: int) -> RayFacts:
+    """Returns the settings of Ray. All processes of a node have the same environment, on the head
+    including the GCS."""
+    from ray._private import worker
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+    from ray._raylet import Config  # type: ignore[attr-defined]
+
+    node = worker._global_node
+    return RayFacts(
+        token_authentication=is_token_auth_enabled(),
+        check_period_s=Config.health_check_period_ms() / 1000,
+        check_timeout_s=Config.health_check_timeout_ms() / 1000,
+        check_failures=Config.health_check_failure_threshold(),
+        force_stop_replicas=os.environ.get(_FORCE_STOP) == "1",
+        object_store_bytes=object_store_bytes,
+        session_folder=node.get_session_dir_path() if node is not None else None,
+    )

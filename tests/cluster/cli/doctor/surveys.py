@@ -17,10 +17,11 @@ from swell.cluster.cli.doctor.facts import (
     Listener,
     MemoryFacts,
     RayFacts,
+    Requirements,
+    Survey,
     TorchFacts,
 )
 from swell.cluster.cli.doctor.probes import links
-from swell.cluster.cli.doctor.survey import Requirements, Survey
 from swell.configs.schema import Config, load
 
 GIB = 2**30

@@ -12,10 +12,10 @@ import pytest
 from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.doctor.checks import CHECKS, Finding, passed, problem
 from swell.cluster.cli.doctor.doctor_command import examine
+from swell.cluster.cli.doctor.facts import Requirements, read_requirements
 from swell.cluster.cli.doctor.probes import fact_collector, ray_hosts
 from swell.cluster.cli.doctor.probes.serve_file import read_source
 from swell.cluster.cli.doctor.report import Report, print_report
-from swell.cluster.cli.doctor.survey import Requirements, read_requirements
 from swell.cluster.cli.main import main
 from swell.configs.schema import Config
 from tests.cluster.cli.doctor.surveys import changed, name, survey, with_host

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.doctor.facts import Gpu, GpuFacts
-from swell.cluster.cli.doctor.probes.gpu_facts import collect_gpus, parse
+from swell.cluster.cli.doctor.probes.fact_collector import collect_gpus, parse_gpus
 
 ROW = "0, NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4, 0\n"
 H100 = Gpu(
@@ -35,17 +35,17 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 def test_each_row_describes_a_gpu() -> None:
-    assert parse(ROW) == (H100,)
-    (consumer,) = parse("1, NVIDIA GeForce RTX 4090, 570.1, [N/A], 1, [N/A]")
+    assert parse_gpus(ROW) == (H100,)
+    (consumer,) = parse_gpus("1, NVIDIA GeForce RTX 4090, 570.1, [N/A], 1, [N/A]")
     assert (consumer.memory_bytes, consumer.used_bytes) == (None, 2**20)
     assert consumer.uncorrected_errors is None
-    assert parse("\n") == ()
+    assert parse_gpus("\n") == ()
 
 
 @pytest.mark.parametrize("text", ["No devices were found", "0, a, b", "x, a, b, 1, 2, 3"])
 def test_an_invalid_row_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="nvidia-smi printed"):
-        parse(text)
+        parse_gpus(text)
 
 
 def test_a_working_nvidia_smi_lists_the_gpus(program: Callable[[str], None]) -> None:

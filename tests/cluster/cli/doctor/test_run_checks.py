@@ -9,6 +9,7 @@ import pytest
 
 from swell.cluster.cli.doctor.check_network import MOST_LINKS
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
+from swell.cluster.cli.doctor.doctor_command import CHECK_FUNCTIONS, run_checks
 from swell.cluster.cli.doctor.facts import (
     CpuFacts,
     DiskFacts,
@@ -16,11 +17,10 @@ from swell.cluster.cli.doctor.facts import (
     GpuFacts,
     Listener,
     MemoryFacts,
+    Survey,
     TorchFacts,
 )
 from swell.cluster.cli.doctor.probes.links import HTTP, pairs
-from swell.cluster.cli.doctor.run_checks import CHECK_FUNCTIONS, run_checks
-from swell.cluster.cli.doctor.survey import Survey
 from tests.cluster.cli.doctor.surveys import (
     GIB,
     GPU,

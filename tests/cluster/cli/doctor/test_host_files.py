@@ -1,4 +1,5 @@
-"""Different files have different digests, and large files are not read."""
+"""Files that a host cannot read are reported. Different files have different digests, and large
+files are not read."""
 
 from __future__ import annotations
 
@@ -8,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.doctor.probes import file_digests
-from swell.cluster.cli.doctor.probes.file_digests import config_files, local_folder, source_digest
+from swell.cluster.cli.doctor.probes import host_files
+from swell.cluster.cli.doctor.probes.host_files import (
+    config_files,
+    local_folder,
+    named_paths,
+    source_digest,
+    unreadable,
+)
 from swell.configs.schema import Config, load
 
 SALT = b"salt"
@@ -105,7 +112,7 @@ def test_the_digest_of_the_source_covers_its_files(
     for name in ("configs/__init__.py", "configs/schema.py", "kernels/__init__.py"):
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text("x = 1\n")
-    monkeypatch.setattr(file_digests.configs_package, "__file__", str(top / "configs/__init__.py"))
+    monkeypatch.setattr(host_files.configs_package, "__file__", str(top / "configs/__init__.py"))
     before = source_digest()
     (top / "configs" / "models").mkdir()
     (top / "configs" / "models" / "train.py").write_text("a script")
@@ -113,3 +120,38 @@ def test_the_digest_of_the_source_covers_its_files(
     assert source_digest() == before
     (top / "configs" / "schema.py").write_text("x = 2\n")
     assert source_digest() != before
+
+
+def test_configured_files_are_checked_for_readability(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    paths = named_paths(load(str(tmp_path), {"serve.chat_template": "/nowhere/template.jinja"}))
+    assert sorted(paths) == ["model.path", "serve.chat_template"]
+    assert unreadable(paths) == ["serve.chat_template"]
+
+
+def test_a_relative_name_means_the_same_file_on_every_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The processes of other hosts have other working directories."""
+    for folder, file in (("here", "keys"), ("elsewhere", "keys"), ("elsewhere", "template")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / file).touch()
+    source = tmp_path / "here" / "a.yaml"
+    source.write_text("model: {path: m}\nserve: {api_keys_file: keys, chat_template: template}")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert named_paths(load(str(source))) == {
+        "serve.api_keys_file": str(tmp_path / "here" / "keys"),
+        "serve.chat_template": str(tmp_path / "elsewhere" / "template"),
+    }
+
+
+def test_the_folder_of_a_draft_model_is_named(tmp_path: Path) -> None:
+    drafts = {"drafts.method": "model", "drafts.model": {"path": str(tmp_path)}}
+    paths = named_paths(load("owner/name", drafts))
+    assert paths == {"drafts.model": str(tmp_path / "config.json")}
+    drafts["drafts.model"] = {"path": "owner/small"}
+    assert named_paths(load("owner/name", drafts)) == {}
+
+
+def test_a_hub_id_is_not_a_file() -> None:
+    assert named_paths(load("owner/name")) == {}

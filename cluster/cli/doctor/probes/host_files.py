@@ -1,10 +1,12 @@
-"""Sizes and digests of the files that must be the same on all hosts. Fast even for large files: of
-weights only the header is read, which lists the name, type, shape and offset of every tensor."""
+"""Files that every host needs at the same path with the same content: whether this host can read
+them, their sizes and their digests. Fast even for large files: of weights only the header is read,
+which lists the name, type, shape and offset of every tensor."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import swell.configs as configs_package
@@ -12,6 +14,26 @@ from swell.cluster.cli.doctor.facts import FileFacts
 from swell.configs.files.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from swell.configs.runtime.secret import SecretBytes
 from swell.configs.schema import SERVE_FILES, Config
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Returns the files that must be readable, by configuration key. Hub ids are left out: each
+    host has its own cache."""
+    serve = config.serve
+    paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
+    for name, folder in config.lora.adapters.items():
+        paths[f"lora.adapters.{name}"] = str(Path(folder, WEIGHTS_NAME))
+    if Path(config.model.path).is_absolute():
+        paths["model.path"] = str(Path(config.model.path, "config.json"))
+    if config.drafts.model is not None and Path(config.drafts.model.path).is_absolute():
+        paths["drafts.model"] = str(Path(config.drafts.model.path, "config.json"))
+    return paths
+
+
+def unreadable(paths: Mapping[str, str]) -> list[str]:
+    """Returns the keys whose files this host cannot read."""
+    return [key for key, path in paths.items() if not os.access(path, os.R_OK)]
+
 
 _FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
 _CODE = (".py", ".cpp", ".h")
