@@ -95,7 +95,7 @@ def test_a_firewall_in_one_direction_is_named_with_its_hosts(hosts: Hosts) -> No
     assert "no answer after 5 s" in found.value and report.exit_code == 1
 
 
-def test_a_model_that_one_host_lacks(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_model_that_one_host_lacks_is_named(hosts: Hosts, tmp_path: Path) -> None:
     with hosts.folder_replaced(1, NANO, by=tmp_path):
         report = examine(hosts)
     assert problems(report) == {"files": (hosts.addresses[1],)}
@@ -103,7 +103,7 @@ def test_a_model_that_one_host_lacks(hosts: Hosts, tmp_path: Path) -> None:
     assert f"model.path: {NANO}/config.json cannot be read" in found.value
 
 
-def test_a_model_that_is_another_one_on_one_host(hosts: Hosts, tmp_path: Path) -> None:
+def test_a_model_that_differs_on_one_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
     other = Path(shutil.copytree(NANO, tmp_path / "other"))
     (other / "generation_config.json").write_text('{"temperature": 0.5}')
     with hosts.folder_replaced(1, NANO, by=other):
@@ -114,7 +114,7 @@ def test_a_model_that_is_another_one_on_one_host(hosts: Hosts, tmp_path: Path) -
     assert found.value.startswith("generation_config.json: ") and "more" not in found.value
 
 
-def test_a_host_that_cannot_be_asked_holds_up_nothing(hosts: Hosts) -> None:
+def test_an_unreachable_host_delays_no_other(hosts: Hosts) -> None:
     """Runs last: Ray declares the host dead meanwhile, and prints that."""
     first, second = hosts.addresses
     hosts.drop(1, "from")

@@ -70,7 +70,7 @@ def test_a_socket_that_accepts_connections_is_found(site: Site) -> None:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_server_that_takes_calls_without_the_token_is_found(site: Site, is_open: bool) -> None:
+def test_a_server_that_accepts_calls_without_the_token_is_found(site: Site, is_open: bool) -> None:
     def check(_request: bytes, context: grpc.ServicerContext) -> bytes:
         if not is_open:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")

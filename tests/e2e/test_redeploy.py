@@ -135,7 +135,7 @@ def sockets(port: int) -> dict[str, int]:
     return held
 
 
-def test_engines_go_with_their_configuration_and_the_port_stays(own_ray: None) -> None:
+def test_a_redeployment_replaces_engines_and_keeps_the_port(own_ray: None) -> None:
     port = deploy()
     first = engine_pid(port)
     until(lambda: listeners(port) == INGRESSES, "every ingress listens at the one port")
@@ -160,7 +160,7 @@ def test_engines_go_with_their_configuration_and_the_port_stays(own_ray: None) -
     assert engine_pid(port) == second
 
 
-def test_an_application_of_a_file_keeps_its_port_and_another_one_does_not_get_it(
+def test_an_application_keeps_its_port_and_another_one_is_refused_it(
     own_ray: None,
 ) -> None:
     port = free_port("127.0.0.1")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 TOKENS = 200
 
 
-def test_tensor_2_x_pipeline_2_and_an_end_that_lets_streams_finish(heldout, truth):
+def test_tensor_2_x_pipeline_2_and_a_shutdown_that_finishes_streams(heldout, truth):
     """Stops with SIGTERM, for which Ray has its own handler; `Cluster.stop` sends SIGINT."""
     settings = ("parallel.tensor=2", "parallel.pipeline=2", "cluster.drain_timeout_s=120")
     results: list[list[int]] = []

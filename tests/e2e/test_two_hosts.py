@@ -181,7 +181,7 @@ async def some_seconds() -> None:
     await asyncio.sleep(3)
 
 
-def test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down(
+def test_engines_on_two_hosts_keep_their_streams_while_a_link_is_down(
     hosts, models: tuple[Path, Path]
 ):
     """Cuts the link of each host. Clients of the other host's ingress only see a pause, and no

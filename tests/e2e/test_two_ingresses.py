@@ -72,7 +72,7 @@ def test_answers_equal_transformers(cluster, heldout, truth, folder):
     assert not os.listdir(f"{folder}/{HANDOVER_FOLDER}"), "each file was read"
 
 
-def test_the_second_engine_continues_what_the_first_one_has_computed(cluster, folder):
+def test_the_second_engine_continues_a_prefill_of_the_first_one(cluster, folder):
     """Uses prompts that are not in the cache of the second engine."""
     for number in range(4):
         prompt = [3 + (number * 31 + index * 7) % 200 for index in range(100)]
@@ -155,7 +155,7 @@ def found(cluster: Cluster, id: str) -> list[dict[str, Any]]:
         time.sleep(0.2)
 
 
-def test_an_engine_dies_below_a_stream(cluster: Cluster, collector: Collector) -> None:
+def test_a_stream_survives_the_death_of_its_engine(cluster: Cluster, collector: Collector) -> None:
     id, timings = stream_while_its_engine_dies(cluster)
     check_moved(timings["choices"][0]["events"])
     asked = set()
@@ -171,7 +171,7 @@ def test_an_engine_dies_below_a_stream(cluster: Cluster, collector: Collector) -
     assert ranks == [events[1]["rank"], events[-1]["rank"]]
 
 
-def test_requests_of_both_ingresses_are_found_at_each(cluster: Cluster) -> None:
+def test_each_ingress_finds_requests_of_both(cluster: Cluster) -> None:
     """Sends requests until both ingresses have served one."""
     ingresses: set[int] = set()
     deadline = time.monotonic() + DEADLINE_S
@@ -207,7 +207,7 @@ def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dic
         return choice
 
 
-def test_a_session_outlives_all_that_serves_it(cluster: Cluster) -> None:
+def test_a_session_survives_all_processes_that_serve_it(cluster: Cluster) -> None:
     """Compares each answer with that of a request without a session, whose prompt consists of all
     chunks and answers before it."""
     created = cluster.post("/v1/sessions", {})

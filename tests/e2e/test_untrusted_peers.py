@@ -293,7 +293,7 @@ def test_every_socket_has_the_protection_of_its_row(cluster, site) -> None:
     assert [answer(cluster, prompt) for prompt in PROMPTS] == expected
 
 
-def test_calls_with_the_token_are_taken(cluster, site) -> None:
+def test_calls_with_the_token_are_accepted(cluster, site) -> None:
     """Shows that the calls in the tests above are refused because they lack the token."""
     (gcs,) = listening(cluster.named("gcs_server")).values()
     address = f"127.0.0.1:{next(door.port for door in gcs)}"
@@ -430,7 +430,7 @@ def test_noise_changes_nothing(cluster) -> None:
         thread.join()
 
 
-def test_keys_of_another_cluster_open_nothing(cluster, internal_access) -> None:
+def test_keys_of_another_cluster_are_refused(cluster, internal_access) -> None:
     """Tries keys of another cluster, and own keys together with the public key of this cluster."""
     before = at_rest(cluster)
     frame = msgspec.msgpack.encode(request("untrusted"))
@@ -447,7 +447,7 @@ def request(id: str) -> EngineCoreRequest:
     return EngineCoreRequest(id, [5, 6, 7], SamplerParams(temperature=0), max_tokens=4)
 
 
-def test_recorded_frames_open_nothing(cluster, internal_access, recorder) -> None:
+def test_replayed_frames_are_refused(cluster, internal_access, recorder) -> None:
     """Replays data of a peer whose request was served, of clients of the store, and of gloo."""
     if recorder is None:
         pytest.skip("this process may not open packet sockets")
@@ -497,7 +497,7 @@ def test_ray_demands_its_token(internal_access) -> None:
         assert token.stat().st_mode & 0o077 == 0
 
 
-def test_groups_form_again_after_all_that(cluster) -> None:
+def test_groups_form_again_after_all_attempts(cluster) -> None:
     """Changes the number of engines after the attacks, which also reached the stores."""
     expected = [answer(cluster, prompt) for prompt in PROMPTS]
     cluster.post("/admin/scale", {"engines": 1})

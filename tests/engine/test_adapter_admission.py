@@ -98,7 +98,7 @@ def test_a_request_waits_for_its_adapter_and_others_do_not() -> None:
     assert engine.ids[-1] == "a3" and len(engine.commands) == 2
 
 
-def test_the_least_recently_used_one_that_is_idle_gives_way() -> None:
+def test_the_least_recently_used_idle_adapter_is_evicted() -> None:
     engine = Engine()
     engine.add("a1", "b1")
     engine.load("a"), engine.load("b")
@@ -112,7 +112,7 @@ def test_the_least_recently_used_one_that_is_idle_gives_way() -> None:
     assert engine.at_place == {0: "d", 1: "c"}, "c is in use"
 
 
-def test_no_adapter_that_is_asked_for_all_the_time_keeps_another_out() -> None:
+def test_a_constantly_requested_adapter_does_not_starve_others() -> None:
     engine = Engine(LoraConfig(enabled=True, max_adapters=1))
     engine.add("a1")
     engine.load("a")
@@ -127,7 +127,7 @@ def test_no_adapter_that_is_asked_for_all_the_time_keeps_another_out() -> None:
     assert engine.ids == ["a2", "a3"]
 
 
-def test_no_folder_that_hangs_holds_up_adapters_of_the_configuration() -> None:
+def test_a_hanging_folder_does_not_delay_configured_adapters() -> None:
     engine = Engine(LoraConfig(enabled=True, max_adapters=1, adapters={"o": "/o", "p": "/p"}))
     engine.add("o1")
     engine.load("o")
@@ -144,7 +144,7 @@ def test_no_folder_that_hangs_holds_up_adapters_of_the_configuration() -> None:
     assert engine.ids[-1] == "y1"
 
 
-def test_a_failure_is_that_of_its_requests_and_the_next_one_tries_again() -> None:
+def test_a_failed_load_fails_its_requests_and_the_next_one_retries() -> None:
     engine = Engine()
     engine.add("a1", "b1", "a2", "c1")
     assert engine.load("a", "no such file") == ["a1", "a2"]
@@ -169,7 +169,7 @@ def test_a_load_has_a_deadline() -> None:
     assert engine.admission.num_held == 0
 
 
-def test_aborted_requests_and_those_of_a_client_are_dropped() -> None:
+def test_aborted_requests_and_those_of_a_lost_client_are_dropped() -> None:
     engine = Engine()
     engine.add("a1", "a2", "b1")
     engine.admission.hold(request("a3", "a", attempt=2), b"other", 0.0)
@@ -181,7 +181,7 @@ def test_aborted_requests_and_those_of_a_client_are_dropped() -> None:
     assert engine.ids == ["a2"]
 
 
-def test_those_of_the_configuration_have_places_of_their_own() -> None:
+def test_configured_adapters_have_their_own_slots() -> None:
     engine = Engine(LoraConfig(adapters={"s": "/s", "t": "/t"}))
     assert engine.admission.refusal(request("1", None)) is None
     assert engine.admission.refusal(request("2", "s")) is None
@@ -198,7 +198,7 @@ def test_an_engine_without_adapters_refuses_them() -> None:
     assert refusal is not None and "adapter 'a'" in refusal
 
 
-def test_all_workers_have_to_answer() -> None:
+def test_a_load_finishes_when_all_workers_answered() -> None:
     loads = AdapterLoads(3)
     assert loads.answer(loaded("a", number=1)) is None
     assert loads.begin(LoadAdapter(0, adapter("a"))).number == 1
@@ -212,7 +212,7 @@ def test_all_workers_have_to_answer() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_answer_of_a_load_that_was_given_up_does_not_count_for_the_next_one(place: int) -> None:
+def test_a_reply_of_an_abandoned_load_does_not_count_for_the_next_one(place: int) -> None:
     loads = AdapterLoads(2)
     first = loads.begin(LoadAdapter(0, adapter("a")))
     second = loads.begin(LoadAdapter(place, adapter("a")))
@@ -223,7 +223,7 @@ def test_the_answer_of_a_load_that_was_given_up_does_not_count_for_the_next_one(
     assert whole is not None and not whole.failure
 
 
-def test_workers_in_the_places_of_others_load_what_is_there_and_only_failures_are_news() -> None:
+def test_replacement_workers_load_the_adapters_and_report_only_failures() -> None:
     loads = AdapterLoads(2)
     numbers = {}
     for place, name in enumerate("abc"):
@@ -241,7 +241,7 @@ def test_workers_in_the_places_of_others_load_what_is_there_and_only_failures_ar
     assert loads.missing() == [] and [one.place for one in loads.replace_workers([0])] == [0]
 
 
-def test_a_load_in_which_workers_are_lost_again_and_again_fails_and_others_begin_again() -> None:
+def test_a_load_that_repeatedly_loses_workers_fails_and_others_restart() -> None:
     engine = Engine()
     engine.add("a1", "b1")
     engine.load("b")
@@ -258,7 +258,7 @@ def test_a_load_in_which_workers_are_lost_again_and_again_fails_and_others_begin
 
 
 @given(st.lists(st.tuples(st.sampled_from("abcde"), st.integers(0, 3)), max_size=40))
-def test_everything_runs_in_the_end(script: list[tuple[str, int]]) -> None:
+def test_every_request_runs_eventually(script: list[tuple[str, int]]) -> None:
     """Everything runs eventually, in any order of arrival and completion; `Engine.advance` asserts
     that no adapter in use loses its slot."""
     engine, pending, done = Engine(), deque(script), 0

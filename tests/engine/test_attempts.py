@@ -85,7 +85,7 @@ def test_every_last_output_has_the_attempt_number() -> None:
     core.check_idle()
 
 
-def test_outputs_without_tokens_have_the_number_too() -> None:
+def test_outputs_without_tokens_have_the_attempt_number() -> None:
     core = make_core(max_tokens_per_step=2, steps_in_flight=1)
     core.add_request(request(3), CLIENT)
     step = core.scheduler.schedule()
@@ -111,7 +111,7 @@ def test_outputs_without_tokens_have_the_number_too() -> None:
     depth=st.integers(1, 4),
     num_blocks=st.integers(6, 20),
 )
-def test_the_client_reads_the_answer_by_number_alone(
+def test_the_client_matches_outputs_only_by_attempt_number(
     script: list[str], depth: int, num_blocks: int
 ) -> None:
     """A client that accepts only the outputs of its current attempt receives every token once, also

@@ -137,7 +137,7 @@ def _fields(r: EngineCoreRequest) -> dict:
     return {"prompt": r.prompt_token_ids, **{n: getattr(r, n) for n in names + more}}
 
 
-def test_finish_reasons():
+def test_each_end_has_its_finish_reason():
     core = make_core()
     long = request("long", [1, 2], 5)
     outputs = expected(long)
@@ -262,7 +262,7 @@ def test_a_suspect_does_not_keep_its_place():
     assert list(run(core)) == ["new", "suspect"]
 
 
-def test_a_request_that_runs_is_not_ended_for_an_older_one():
+def test_a_running_request_is_not_preempted_for_an_older_one():
     core = make_core(max_rows=1, steps_in_flight=1)
     core.add_request(request("runs", [1], 6), CLIENT)
     core.step()
@@ -350,7 +350,7 @@ def test_lost_requests_keep_their_order():
     core.check_idle()
 
 
-def test_groups_that_keep_states_keep_what_was_computed():
+def test_groups_that_keep_their_caches_keep_computed_blocks():
     core = make_core(steps_in_flight=1)
     wanted = request("r", [1] * 9, 6)
     core.add_request(wanted, CLIENT)

@@ -98,7 +98,7 @@ def _nothing_is_cached(request: pytest.FixtureRequest) -> None:
             llm._engine.core.reset()
 
 
-def test_the_other_engine_continues(pair: Pair, truth: list[int]) -> None:
+def test_the_decode_engine_continues_the_answer(pair: Pair, truth: list[int]) -> None:
     world = pair.prefill._engine.core.config.parallel.world
     assert pair.hand_over() == [f"{NAME}.{rank}" for rank in range(world)]
     assert pair.go_on() == (truth, WHOLE)
@@ -123,7 +123,7 @@ def test_the_tokens_of_the_prompt_are_not_computed_again(pair: Pair, truth: list
     assert planned[0] == len(PROMPT) - WHOLE and sum(planned) == len(PROMPT) - WHOLE + TOKENS - 1
 
 
-def test_it_is_computed_where_a_part_is_missing(pair: Pair, truth: list[int]) -> None:
+def test_the_prompt_is_computed_if_a_file_is_missing(pair: Pair, truth: list[int]) -> None:
     last = pair.hand_over()[-1]
     (pair.folder / last).unlink()
     assert pair.go_on() == (truth, 0)
@@ -131,18 +131,18 @@ def test_it_is_computed_where_a_part_is_missing(pair: Pair, truth: list[int]) ->
         (pair.folder / name).unlink()
 
 
-def test_it_is_computed_where_nothing_was_written(pair: Pair, truth: list[int]) -> None:
+def test_the_prompt_is_computed_if_no_file_was_written(pair: Pair, truth: list[int]) -> None:
     assert pair.go_on(name="f" * 32) == (truth, 0)
 
 
-def test_a_prompt_that_is_there_already_is_not_read(pair: Pair, truth: list[int]) -> None:
+def test_a_cached_prompt_is_not_read(pair: Pair, truth: list[int]) -> None:
     run(pair.decode, request("before", PROMPT))
     pair.hand_over()
     assert pair.go_on() == (truth, WHOLE)
     assert pair.files == []
 
 
-def test_only_what_is_missing_is_read(pair: Pair, truth: list[int]) -> None:
+def test_only_missing_blocks_are_read(pair: Pair, truth: list[int]) -> None:
     run(pair.decode, request("before", PROMPT[:40]))
     pair.hand_over()
     reads = [plan for plan in imports_of(pair, lambda: pair.go_on()) if plan]
@@ -160,7 +160,7 @@ def imports_of(pair: Pair, act: Any) -> list[Any]:
     return found
 
 
-def test_what_was_read_is_found_by_others(pair: Pair, truth: list[int]) -> None:
+def test_blocks_that_were_read_are_cached_for_others(pair: Pair, truth: list[int]) -> None:
     pair.hand_over()
     pair.go_on()
     assert run(pair.decode, request("b", PROMPT))["b"] == (truth, WHOLE)
@@ -175,7 +175,7 @@ def test_several_answers_read_their_own_files(pair: Pair, truth: list[int]) -> N
     assert pair.files == []
 
 
-def test_the_cache_is_lost_before_the_step_that_reads(pair: Pair, truth: list[int]) -> None:
+def test_the_loss_of_the_cache_before_a_read_is_recovered(pair: Pair, truth: list[int]) -> None:
     """If the cache is lost before the step that reads the import, the prompt is computed again,
     whether the file still exists or not."""
     pair.hand_over()
@@ -194,7 +194,9 @@ def test_the_cache_is_lost_before_the_step_that_reads(pair: Pair, truth: list[in
         (pair.folder / name).unlink()
 
 
-def test_a_writer_without_room_costs_nothing(tmp_path: Path, truth: list[int]) -> None:
+def test_a_prefill_engine_without_disk_space_fails_no_request(
+    tmp_path: Path, truth: list[int]
+) -> None:
     pair = Pair(tmp_path, cache__handover_bytes=1)
     assert pair.hand_over() == []
     assert pair.go_on() == (truth, 0)
@@ -212,14 +214,14 @@ def test_a_writer_without_room_costs_nothing(tmp_path: Path, truth: list[int]) -
         ({"hand_over": NAME, "max_tokens": 1, "handed_over": NAME}, "hand_over"),
     ],
 )
-def test_what_engines_refuse(fields: dict[str, Any], field: str) -> None:
+def test_invalid_handover_fields_are_refused(fields: dict[str, Any], field: str) -> None:
     with engine() as llm:
         answer = llm._engine.core.add_request(request("a", PROMPT, **fields), CLIENT)
         assert answer is not None and answer.finish_reason is FinishReason.ERROR
         assert str(answer.stop_reason).startswith(field)
 
 
-def test_what_cannot_be_read_costs_a_recompute(tmp_path: Path, truth: list[int]) -> None:
+def test_an_unreadable_file_causes_a_recompute(tmp_path: Path, truth: list[int]) -> None:
     """A file that cannot be read costs a recompute, and then imports are not read for a while: each
     failure costs the engine its cache."""
     for split in SPLITS.values():
@@ -260,9 +262,7 @@ def go_on_after_failures(pair: Pair) -> list[int]:
     return tokens
 
 
-def test_a_request_that_waits_for_blocks_has_claimed_nothing(
-    tmp_path: Path, truth: list[int]
-) -> None:
+def test_a_request_that_waits_for_blocks_claims_no_file(tmp_path: Path, truth: list[int]) -> None:
     pair = Pair(tmp_path, cache__memory_bytes=400_000)
     core = pair.decode._engine.core
     num_blocks = core.scheduler.kv.pool.num_blocks

@@ -121,7 +121,7 @@ def test_a_failure_ends_its_requests_and_shows_no_folder() -> None:
     core.check_idle()
 
 
-def test_an_engine_that_is_paused_waits_for_adapters_without_spinning() -> None:
+def test_a_paused_engine_waits_for_adapters_without_spinning() -> None:
     core, executor = make(max_adapters=1)
     core.add_request(request("1", "a"), b"")
     core.step()
@@ -136,7 +136,7 @@ def test_an_engine_that_is_paused_waits_for_adapters_without_spinning() -> None:
     assert core.step() == {} and executor.waits == [adapter_loader._ADAPTER_WAIT_S]
 
 
-def test_a_load_that_nobody_waited_for_is_no_late_one() -> None:
+def test_a_load_without_waiting_requests_is_not_late() -> None:
     """A load that no request waited for is not late: its result is read when a request next asks
     for the adapter."""
     now = 0.0
@@ -152,7 +152,7 @@ def test_a_load_that_nobody_waited_for_is_no_late_one() -> None:
     assert [command.adapter.name for command in executor.commands] == ["a"]
 
 
-def test_what_waits_can_be_aborted() -> None:
+def test_waiting_requests_can_be_aborted() -> None:
     core, executor = make()
     for id, client in (("1", b"x"), ("2", b"x"), ("3", b"y")):
         core.add_request(request(id, "a"), client)
@@ -164,7 +164,7 @@ def test_what_waits_can_be_aborted() -> None:
     core.check_idle()
 
 
-def test_steps_that_are_lost_lose_no_request_that_waits() -> None:
+def test_lost_steps_lose_no_waiting_request() -> None:
     core, executor = make()
     core.add_request(request("1", "a"), b"")
     core.add_request(request("2"), b"")
@@ -174,7 +174,7 @@ def test_steps_that_are_lost_lose_no_request_that_waits() -> None:
     assert sorted(run(core)) == ["1", "2"]
 
 
-def test_a_reset_forgets_them() -> None:
+def test_a_reset_drops_held_requests() -> None:
     core, executor = make()
     executor.abort = lambda: None  # type: ignore[method-assign]
     core.add_request(request("1", "a"), b"")
@@ -201,7 +201,7 @@ def test_an_adapter_in_use_keeps_its_place_until_its_requests_end() -> None:
     assert token_ids(run(core)["2"]) == expected(request("2", "b"))
 
 
-def test_one_that_a_worker_in_the_place_of_another_cannot_load_ends_its_requests_alone() -> None:
+def test_an_adapter_that_a_replacement_worker_cannot_load_fails_only_its_requests() -> None:
     core, executor = make()
     for id, name in (("1", "a"), ("2", "b"), ("3", "a"), ("4", None)):
         core.add_request(request(id, name), b"client")
@@ -221,7 +221,7 @@ def test_one_that_a_worker_in_the_place_of_another_cannot_load_ends_its_requests
     assert [command.adapter.name for command in executor.commands] == ["a", "b", "a"]
 
 
-def test_its_ingress_knows_before_an_adapter_is_loaded_and_that_time_counts_as_queued() -> None:
+def test_the_ingress_is_notified_before_a_load_and_its_time_counts_as_queued() -> None:
     now = 100.0
     core, executor = make(lambda: now)
     started: list[list[str]] = []
@@ -257,7 +257,7 @@ def test_loads_in_which_workers_are_lost_count_as_attempts(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_a_load_whose_worker_is_lost_outside_of_a_step_begins_again(is_idle: bool) -> None:
+def test_a_load_whose_worker_is_lost_outside_a_step_restarts(is_idle: bool) -> None:
     """A load is repeated if its worker is lost outside of a step, while groups form again, or while
     no request waits for the adapter."""
     core, executor = make()
@@ -278,7 +278,7 @@ def test_a_load_whose_worker_is_lost_outside_of_a_step_begins_again(is_idle: boo
     core.check_idle()
 
 
-def test_a_load_that_an_interrupt_has_perhaps_not_begun_begins_after_the_reset(
+def test_an_interrupted_load_restarts_after_the_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core, executor = make(max_adapters=1)
@@ -301,7 +301,7 @@ def test_a_load_that_an_interrupt_has_perhaps_not_begun_begins_after_the_reset(
     core.check_idle()
 
 
-def test_without_adapters_they_are_refused() -> None:
+def test_an_engine_without_adapters_refuses_adapter_requests() -> None:
     core, _ = make(enabled=False)
     refused = core.add_request(request("1", "a"), b"")
     assert refused is not None and refused.finish_reason is FinishReason.ERROR
@@ -319,7 +319,7 @@ def test_without_adapters_they_are_refused() -> None:
         {"adapter": Adapter("x", "/x", "x" * 5000)},
     ],
 )
-def test_a_request_that_could_never_run_waits_for_nothing(changes: dict[str, object]) -> None:
+def test_an_impossible_request_is_refused_without_a_wait(changes: dict[str, object]) -> None:
     core, _ = make()
     refused = core.add_request(request("1", "a", **changes), b"")
     assert refused is not None and refused.finish_reason is FinishReason.ERROR

@@ -96,7 +96,7 @@ def test_many_waves_begin_and_end_with_requests_everywhere(cluster) -> None:
     assert len(steps(cluster)) == 1
 
 
-def test_engines_come_and_go_while_answers_stream(cluster) -> None:
+def test_engines_join_and_leave_while_answers_stream(cluster) -> None:
     cluster.join(0)
     tracker = RequestTracker(cluster)
     tracker.submit(0, 200)
@@ -204,7 +204,7 @@ def test_a_restarted_coordinator_is_rebuilt_from_its_engines(cluster) -> None:
     tracker.check()
 
 
-def test_engines_of_a_broken_group_go_on_alone_until_there_is_a_coordinator() -> None:
+def test_engines_of_a_broken_group_serve_standalone_until_a_coordinator_exists() -> None:
     with Cluster(cluster={"stall_timeout_s": 2.0}) as cluster:
         cluster.join(0, 1)
         tracker = RequestTracker(cluster)

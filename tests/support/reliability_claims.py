@@ -31,7 +31,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     1: {
         "The noise depends on seed and position": (
             "tests/engine/outputs/test_token_exact.py"
-            "::test_a_seeded_answer_is_the_same_alone_in_a_crowd_and_after_preemption",
+            "::test_a_seeded_answer_is_the_same_in_any_batch_and_after_preemption",
         ),
     },
     2: {
@@ -75,14 +75,14 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/coordinator/test_roster.py::test_requested_departures_are_distinguished_from_losses",
         ),
         "`request_failed` if both losses were workers of one engine": (
-            "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
+            "tests/engine/executor/test_recovery.py::test_a_request_in_every_failed_step_is_failed",
         ),
         "a request that only waited does not count": (
             f"{_FAILOVER}::test_a_waiting_request_is_not_blamed_for_a_lost_engine",
             "tests/engine/serving/test_server.py::test_requests_in_a_step_are_announced_before_it",
         ),
         "two suspects are never computed together": (
-            "tests/engine/executor/test_recovery.py::test_a_request_that_is_in_every_failed_step_ends",
+            "tests/engine/executor/test_recovery.py::test_a_request_in_every_failed_step_is_failed",
         ),
     },
     5: {
@@ -126,7 +126,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             f"{_STATE}::test_a_dead_engine_is_removed_at_once_and_the_others_regroup",
         ),
         "each engine computes its requests alone": (
-            f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit",
+            f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_abandoned_after_the_limit",
             "tests/simulator/outages/test_serving_alone.py"
             "::test_those_that_are_left_answer_alone_and_then_share_again",
         ),
@@ -216,7 +216,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/cluster/test_background_task_failures.py"
             "::test_an_ingress_without_its_heartbeat_task_exits",
             "tests/engine/executor/test_background_task_failures.py"
-            "::test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits",
+            "::test_an_engine_whose_loop_failed_logs_the_reason_and_exits",
             "tests/coordinator/test_service.py::test_a_failed_loop_stops_the_coordinator",
         ),
         "it is dropped and counted": (
@@ -280,7 +280,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         "terminates no manager, no ingress and no store": (
             "tests/cluster/test_replica_options.py::test_an_outage_stops_no_replica",
             "tests/e2e/test_two_hosts.py"
-            "::test_two_engines_each_on_a_host_keep_their_streams_while_a_link_is_down",
+            "::test_engines_on_two_hosts_keep_their_streams_while_a_link_is_down",
         ),
     },
     20: {

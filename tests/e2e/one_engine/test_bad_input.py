@@ -110,7 +110,7 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
     works(cluster)
 
 
-def test_wrong_content_type_path_and_method(cluster):
+def test_a_wrong_content_type_path_or_method_is_refused(cluster):
     body = json.dumps(PROMPT)
     wrong = httpx.post(
         cluster.url + TEXT, content=body, headers={"content-type": "text/plain"}, timeout=60

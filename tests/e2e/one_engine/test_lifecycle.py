@@ -132,7 +132,7 @@ def test_a_model_that_cannot_be_loaded_is_refused_in_one_line(case, tmp_path, ca
     assert_one_line(code, capsys.readouterr().err, word)
 
 
-def test_a_process_whose_engine_cannot_load_ends_with_one_line(tmp_path):
+def test_a_process_whose_engine_cannot_load_exits_with_one_line(tmp_path):
     arguments, word = generate("a cache that is too small", tmp_path)
     result = swell(*arguments)
     assert_one_line(result.returncode, result.stderr, word)
@@ -145,7 +145,7 @@ def generate(case: str, tmp_path: Path) -> tuple[list[str], str]:
     return ["generate", broken(tmp_path, change), "hello", *sets(setting, longest)], word
 
 
-def test_an_engine_that_cannot_load_ends_the_cluster(tmp_path):
+def test_an_engine_that_cannot_load_stops_the_cluster(tmp_path):
     path = broken(tmp_path, unknown)
     marked = Cluster(path)
     try:
@@ -201,7 +201,7 @@ def test_ctrl_c_while_starting_leaves_nothing():
     cluster.stop()
 
 
-def test_a_signal_to_the_whole_group_ends_all_in_order():
+def test_a_signal_to_the_process_group_stops_everything_in_order():
     """Sends SIGTERM to the process group, as `timeout` and shells do. Ray's processes must not be
     in the group: otherwise the GCS would exit before the shutdown, which needs it."""
     cluster = Cluster(NANO)
@@ -222,7 +222,7 @@ def test_processes_of_ray_are_in_other_groups(cluster):
     assert [pid for pid, group in groups.items() if group == own] == [own]
 
 
-def test_nothing_but_lines_of_ours_is_shown(cluster):
+def test_only_lines_of_swell_are_shown(cluster):
     ours = re.compile(r"starting |ready: |\[ *\d+\.\d s\] \S")
     assert cluster.lines and not [line for line in cluster.lines if not ours.match(line)]
 
@@ -300,7 +300,7 @@ def resubmitted(cluster: Cluster) -> float:
     return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
 
 
-def test_growing_and_shrinking_while_answers_stream(cluster):
+def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster):
     results: list[list[int]] = []
     calm = stream(cluster, 300, results)
     calm.join()
@@ -349,7 +349,7 @@ def test_a_killed_engine_is_replaced_and_its_answers_continue(cluster):
     assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
 
 
-def test_a_coordinator_that_stops_comes_back(cluster):
+def test_a_stopped_coordinator_is_restarted(cluster):
     """Suspends the coordinator: no engine waits for it, answers go on, and scaling works later."""
     results: list[list[int]] = []
     calm = stream(cluster, 1500, results)
@@ -379,7 +379,7 @@ def test_a_coordinator_that_stops_comes_back(cluster):
     wait_for_engines(cluster, 1)
 
 
-def test_stored_responses_outlive_the_manager_and_their_store_is_replaced(cluster):
+def test_stored_responses_survive_the_manager_and_their_store_is_replaced(cluster):
     """Kills the manager, through which responses do not pass, and then the store: its responses are
     lost, and the next store works."""
 

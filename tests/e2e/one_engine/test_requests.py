@@ -63,7 +63,7 @@ def chat(prompt: str = "count from 3 to 9", **extra: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": [{"role": "user", "content": prompt}], **extra}
 
 
-def test_logprobs_of_a_chat_are_those_of_transformers(
+def test_logprobs_of_a_chat_equal_those_of_transformers(
     api: openai.OpenAI, logprobs_of: Callable[[list[int]], torch.Tensor]
 ) -> None:
     answer = api.chat.completions.create(
@@ -116,7 +116,7 @@ def test_an_echo_scores_the_prompt(
     )
 
 
-def test_n_answers_are_those_of_their_seeds(api: openai.OpenAI) -> None:
+def test_n_answers_follow_their_seeds(api: openai.OpenAI) -> None:
     fields = {"temperature": 1.0, "max_tokens": 16}
     many = api.chat.completions.create(**chat(**fields, n=4, seed=100))
     assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
@@ -133,7 +133,7 @@ def test_n_answers_are_those_of_their_seeds(api: openai.OpenAI) -> None:
     assert texts == [choice.message.content for choice in many.choices]
 
 
-def test_best_of_keeps_the_likeliest(api: openai.OpenAI) -> None:
+def test_best_of_keeps_the_most_likely_answer(api: openai.OpenAI) -> None:
     fields = {"model": MODEL, "prompt": "abc", "temperature": 1.0, "max_tokens": 6, "seed": 7}
     sampled = api.completions.create(**fields, n=5, logprobs=0).choices
     means = [math.fsum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in sampled]
@@ -144,7 +144,7 @@ def test_best_of_keeps_the_likeliest(api: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_schema_is_held_at_high_temperature(api: openai.OpenAI, seed: int) -> None:
+def test_a_schema_is_enforced_at_high_temperature(api: openai.OpenAI, seed: int) -> None:
     answer = api.chat.completions.create(
         **chat("say something", temperature=1.5, seed=seed, max_tokens=400),
         response_format={
@@ -184,7 +184,7 @@ def test_a_required_call_is_made_and_its_answer_can_be_sent_back(api: openai.Ope
     assert after.choices[0].message.tool_calls is None
 
 
-def test_parameters_about_tokens(api: openai.OpenAI) -> None:
+def test_token_parameters_are_obeyed(api: openai.OpenAI) -> None:
     """Relies on the ids of nano being bytes, so the text shows which ids were sampled."""
     allowed = api.completions.create(
         model=MODEL, prompt="x", temperature=1.0, max_tokens=12,
@@ -204,7 +204,7 @@ def test_parameters_about_tokens(api: openai.OpenAI) -> None:
     assert plain.choices[0].text[:2] not in banned.choices[0].text
 
 
-def test_a_request_id_goes_out_as_it_came_in(cluster: Cluster) -> None:
+def test_a_request_id_is_returned_unchanged(cluster: Cluster) -> None:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     answer = httpx.post(
         cluster.url + "/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60

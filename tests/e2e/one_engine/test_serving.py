@@ -39,7 +39,7 @@ async def streamed(api: openai.AsyncOpenAI, prompt: str, **extra: object) -> str
     )
 
 
-def test_64_at_once_equal_transformers_streamed_and_whole(cluster, heldout, truth):
+def test_64_concurrent_answers_equal_transformers_streamed_and_whole(cluster, heldout, truth):
     prompts = [record["messages"][-1]["content"] for record in heldout[:64]]
 
     async def answer_all() -> tuple[list[str], list[str]]:
@@ -92,7 +92,7 @@ def test_accuracy_equals_the_model_card(cluster, heldout):
     assert right == expected
 
 
-def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(cluster):
+def test_a_seeded_answer_is_the_same_in_any_batch(cluster):
     fields = {"temperature": 1.2, "top_p": 0.95, "seed": 7, "max_tokens": 40}
 
     async def answers() -> tuple[str, list[str]]:
@@ -108,7 +108,7 @@ def test_a_seeded_answer_is_the_same_alone_and_in_a_crowd(cluster):
     assert among[0] == alone
 
 
-def test_completions_take_every_form_of_prompt(cluster):
+def test_completions_accept_every_form_of_prompt(cluster):
     forms = ["upper: abc", ["upper: abc", "reverse: abc"], [117, 112], [[117, 112], [97]]]
     for form, choices in zip(forms, (1, 2, 1, 2), strict=True):
         body = {"model": MODEL, "prompt": form, "max_tokens": 5, "temperature": 0}
@@ -187,7 +187,7 @@ def assert_cut_short(cluster: Cluster, before: float) -> None:
     assert after - before < CHOICES * LONG["max_tokens"], "it went on without a reader"
 
 
-def test_health_ready_models_metrics(cluster):
+def test_health_ready_models_and_metrics_answer(cluster):
     assert cluster.get("/health").status_code == 200
     assert cluster.get("/ready").json()["engines"] == [0]
     assert cluster.get("/v1/models").json()["data"][0]["id"] == MODEL
@@ -216,14 +216,14 @@ def test_health_ready_models_metrics(cluster):
     )
 
 
-def test_tokenize_and_back(cluster):
+def test_detokenize_inverts_tokenize(cluster):
     text = "héllo ☺ 你好"
     ids = cluster.post("/tokenize", {"prompt": text}).json()["tokens"]
     assert cluster.post("/detokenize", {"tokens": ids}).json()["prompt"] == text
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_engine_sleeps_and_what_waits_is_answered_when_it_has_woken_up(cluster, level):
+def test_requests_to_a_sleeping_engine_are_answered_after_it_wakes_up(cluster, level):
     body = chat("count from 3 to 9", temperature=0, max_tokens=60)
     expected = cluster.post("/v1/chat/completions", body).json()["choices"]
 

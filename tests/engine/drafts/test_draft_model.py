@@ -70,7 +70,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_same_model_is_always_right(way: str, wanted: dict[str, list[Any]]) -> None:
+def test_a_draft_model_equal_to_the_model_is_always_right(
+    way: str, wanted: dict[str, list[Any]]
+) -> None:
     with drafting(SAME, **WAYS[way]) as llm:
         for _ in range(2):  # in the second round the prompts are in the cache
             assert answers(llm) == wanted["greedy"]
@@ -105,7 +107,7 @@ def test_many_seeds_draw_the_same_tokens() -> None:
     assert all(0 < accepted < drafts for accepted, drafts in shares[1:])
 
 
-def test_blocks_that_leave_the_device_come_back_for_both(wanted: dict[str, list[Any]]) -> None:
+def test_offloaded_blocks_return_for_both_models(wanted: dict[str, list[Any]]) -> None:
     scarce = {"cache__block_tokens": 2, "cache__memory_bytes": 2 * 4096 * 45}
     for dtype, share in (("auto", 1.0), ("bfloat16", 0.9)):
         small = SAME | {"dtype": dtype}
@@ -119,7 +121,7 @@ def test_blocks_that_leave_the_device_come_back_for_both(wanted: dict[str, list[
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_with_the_engine(level: int, wanted: dict[str, list[Any]]) -> None:
+def test_the_draft_model_sleeps_with_the_engine(level: int, wanted: dict[str, list[Any]]) -> None:
     with drafting(SAME) as llm:
         worker = llm._engine.core.executor._worker
         assert answers(llm) == wanted["greedy"]
@@ -133,7 +135,7 @@ def test_it_sleeps_with_the_engine(level: int, wanted: dict[str, list[Any]]) -> 
         assert drafts.num_drafts == drafts.num_accepted > 100
 
 
-def test_it_stays_when_the_model_gets_new_weights(
+def test_the_draft_model_stays_when_the_model_is_updated(
     wanted: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     weights = load_file(str(Path(NANO, "model.safetensors")))
@@ -150,7 +152,7 @@ def test_it_stays_when_the_model_gets_new_weights(
         assert drafter_of(llm).num_drafts - drafter_of(llm).num_accepted == before
 
 
-def test_its_memory_counts() -> None:
+def test_the_memory_of_the_draft_model_counts() -> None:
     def blocks(llm: LLM) -> int:
         return llm._engine.core.limits.num_blocks
 
@@ -202,7 +204,7 @@ def cut_off(folder: Path) -> str:
         (lambda path: changed(path, hidden_size=64), "auto", ["tensor", "shape"]),
     ],
 )
-def test_one_that_cannot_serve_is_refused_by_name(
+def test_an_unsuitable_draft_model_is_refused_by_name(
     make: Callable[[Path], str], load_format: str, parts: list[str], tmp_path: Path
 ) -> None:
     path = make(tmp_path / "small")
@@ -248,7 +250,7 @@ def spoiled(folder: Path) -> str:
     return str(folder)
 
 
-def test_one_whose_logits_are_no_numbers_guesses_wrong(
+def test_a_draft_model_with_nan_logits_only_proposes_wrong_drafts(
     wanted: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     for overrides in ({}, {"drafts__max_step_tokens": 400, "parallel__tensor": 2}):
@@ -258,7 +260,7 @@ def test_one_whose_logits_are_no_numbers_guesses_wrong(
             assert drafter_of(llm).num_drafts
 
 
-def test_an_answer_that_moves_goes_on_with_right_guesses(wanted: dict[str, list[Any]]) -> None:
+def test_a_migrated_answer_continues_with_correct_drafts(wanted: dict[str, list[Any]]) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=0)
     spec = RequestSpec(PROMPTS[0], params)
     engines = [drafting(SAME), drafting(SAME, cache__block_tokens=4)]
@@ -281,7 +283,7 @@ def test_saved_weights_of_a_draft_model(wanted: dict[str, list[Any]], tmp_path: 
         assert drafter_of(llm).num_drafts == drafter_of(llm).num_accepted > 0
 
 
-def test_a_key_in_an_error_is_one_of_the_draft_model(tmp_path: Path) -> None:
+def test_an_error_names_the_key_of_the_draft_model(tmp_path: Path) -> None:
     path = changed(tmp_path / "small", hidden_act="gelu")
     with pytest.raises(ConfigError, match=r"try drafts\.model\.backend=transformers"):
         drafting({"path": path})

@@ -82,7 +82,7 @@ def test_an_answer_is_found_as_a_prefix_up_to_its_last_token(kind, max_tokens):
     core.check_idle()
 
 
-def test_no_draft_lies_behind_the_last_token_or_a_token_that_ends():
+def test_no_draft_follows_the_last_token_or_an_end_token():
     core, _ = planted("right")
     whole = expected(request("r", [1, 2, 3], 12))
     end = next(token for token in whole[4:] if token not in whole[:4])
@@ -98,7 +98,7 @@ def test_no_draft_lies_behind_the_last_token_or_a_token_that_ends():
             assert plan.starts[row] + plan.num_tokens[row] <= 3 + 12 - 1
 
 
-def test_wrong_drafts_stop_for_a_while_that_grows():
+def test_wrong_drafts_pause_drafting_with_growing_delays():
     core = make_core(drafts=DRAFTS, max_model_len=300, num_blocks=100)
     inner = plant(core, "wrong", expected)
     core.scheduler.drafter = ProposingDrafter(core.config.drafts, 300, inner._make_proposer)
@@ -127,7 +127,7 @@ def test_the_tokens_of_a_step_are_shared_until_it_is_full(rows, drafts):
         assert not step or sum(plan.num_tokens) <= 12
 
 
-def test_rows_beyond_the_limit_have_none_and_nothing_is_proposed():
+def test_rows_beyond_the_limit_have_no_proposals():
     core, drafts = planted("right", {"max_step_tokens": 4})
     proposals = []
     make = drafts._make_proposer
@@ -147,7 +147,7 @@ def test_rows_beyond_the_limit_have_none_and_nothing_is_proposed():
     assert not proposals and not any(numbers_of_drafts(core))
 
 
-def test_drafts_take_no_budget_and_no_block_that_another_row_needs():
+def test_drafts_use_no_budget_or_block_that_another_row_needs():
     core, _ = planted("right", max_tokens_per_step=6, num_blocks=11)
     names = [f"r{row}" for row in range(4)]
     for row, name in enumerate(names):
@@ -160,7 +160,7 @@ def test_drafts_take_no_budget_and_no_block_that_another_row_needs():
     core.check_idle()
 
 
-def test_a_row_waits_for_its_drafts_and_others_go_on():
+def test_a_row_waits_for_its_drafts_while_others_continue():
     core, _ = planted("right", steps_in_flight=3)
     core.add_request(request("a", [1, 2], 16), CLIENT)
     core.add_request(request("b", [3, 4], 16), CLIENT)
@@ -190,7 +190,7 @@ def test_a_draft_may_follow_a_token_in_flight():
     assert token_ids(run(core)["r"]) == expected(wanted)[1:]
 
 
-def test_engines_in_lockstep_go_on_while_drafts_are_in_flight():
+def test_engines_in_lockstep_continue_while_drafts_are_in_flight():
     core, _ = planted("right")
     core.add_request(request("r", [1, 2, 3], 12), CLIENT)
     core.step()
@@ -198,7 +198,7 @@ def test_engines_in_lockstep_go_on_while_drafts_are_in_flight():
     assert core.scheduler.wants_step and core.scheduler.schedule() is None
 
 
-def test_the_extras_of_an_answer_that_ends_within_a_step() -> None:
+def test_extras_of_an_answer_that_finishes_within_a_step_are_cut() -> None:
     """An output that finishes within a step has one extra for each token that is kept; a single
     token has all extras, also those of its prompt."""
     prompt = PromptLogprobs(1, [[5]], [[-1.0]], [1])

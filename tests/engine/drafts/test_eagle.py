@@ -149,7 +149,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_proposals_are_those_of_the_head(
+def test_proposals_equal_those_of_the_head(
     name: str, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
     path = head(name)
@@ -162,7 +162,7 @@ def test_proposals_are_those_of_the_head(
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3 that knows some tokens"])
 @pytest.mark.parametrize("way", WAYS)
-def test_proposals_are_the_same_on_every_way(
+def test_proposals_are_the_same_in_every_configuration(
     way: str, name: str, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
     path = head(name)
@@ -175,7 +175,7 @@ def test_proposals_are_the_same_on_every_way(
 
 
 @pytest.mark.parametrize("name", ["eagle3 that reads other layers", "eagle3"])
-def test_each_stage_hands_on_what_its_layers_have_read(
+def test_each_stage_passes_on_the_inputs_of_its_layers(
     name: str, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
     split = {"parallel__pipeline": 4, "scheduler__steps_in_flight": 3}
@@ -186,7 +186,7 @@ def test_each_stage_hands_on_what_its_layers_have_read(
 
 
 @pytest.mark.parametrize(("name", "stages"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
-def test_a_model_that_runs_through_transformers(
+def test_eagle_works_with_a_model_of_the_transformers_backend(
     name: str, stages: int, head: Any, wanted: dict[str, list[Any]]
 ) -> None:
     ways = {"model__backend": "transformers", "parallel__pipeline": stages}
@@ -197,7 +197,7 @@ def test_a_model_that_runs_through_transformers(
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
-def test_a_model_with_experts(method: str, tmp_path: Path) -> None:
+def test_eagle_works_with_a_model_with_experts(method: str, tmp_path: Path) -> None:
     path = make(tmp_path / "head", method, MOE)
     with engine(MOE) as plain:
         expected = answers(plain)
@@ -253,13 +253,13 @@ def spoil(folder: str, change: Any) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("name", ["eagle", "eagle3"])
-def test_it_sleeps_with_the_engine(level: int, name: str, head: Any) -> None:
+def test_the_head_sleeps_with_the_engine(level: int, name: str, head: Any) -> None:
     with drafting(head(name), name) as llm:
         proposals = answer_around_a_sleep(llm, level)
     proposals.assert_those_of(plain_head(head(name), NANO), 40)
 
 
-def test_what_it_takes_from_the_model_follows_new_weights(head: Any, tmp_path: Path) -> None:
+def test_tensors_shared_with_the_model_follow_new_weights(head: Any, tmp_path: Path) -> None:
     weights = load_file(str(Path(NANO, "model.safetensors")))
     turned = {key: -tensor if "embed" in key else tensor for key, tensor in weights.items()}
     shutil.copytree(NANO, tmp_path / "other")
@@ -279,7 +279,7 @@ def test_answers_up_to_the_longest_sequence(depth: int, name: str, head: Any) ->
         assert_same_up_to_64_tokens(plain, llm)
 
 
-def test_its_memory_counts(head: Any) -> None:
+def test_the_memory_of_the_head_counts(head: Any) -> None:
     stored = load_file(f"{head('eagle')}/model.safetensors").values()
     with engine() as plain, drafting(head("eagle"), "eagle") as llm:
         assert_memory_counts(plain, llm, sum(tensor.nbytes for tensor in stored))
@@ -299,7 +299,7 @@ def test_its_memory_counts(head: Any) -> None:
         ({"intermediate_size": 100}, "", ["mlp", "shape"]),
     ],
 )
-def test_a_head_that_does_not_fit_is_refused_by_name(
+def test_an_unsuitable_head_is_refused_by_name(
     method: str, options: dict[str, Any], lacks: str, parts: list[str], tmp_path: Path
 ) -> None:
     path = make(tmp_path / "head", method, NANO, **options)
@@ -315,13 +315,13 @@ def test_a_head_that_does_not_fit_is_refused_by_name(
 
 
 @pytest.mark.parametrize("aux", [[1, 2], [0, 1, 3], [-2, 1, 2]])
-def test_eagle3_of_other_layers_than_there_are_is_refused(aux: list[int], tmp_path: Path) -> None:
+def test_eagle3_with_layers_that_the_model_lacks_is_refused(aux: list[int], tmp_path: Path) -> None:
     path = make(tmp_path / "head", "eagle3", NANO, aux=aux)
     with pytest.raises(ConfigError, match=r"layers .* but the model has 4"):
         drafting(path, "eagle3")
 
 
-def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+def test_tokens_outside_the_models_vocabulary_are_refused(tmp_path: Path) -> None:
     path = make(tmp_path / "head", "eagle3", NANO, vocab=100)
     spoil(path, lambda key, tensor: tensor + 300 if key == "d2t" else tensor)
     with pytest.raises(
@@ -330,7 +330,7 @@ def test_tokens_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
         drafting(path, "eagle3")
 
 
-def test_a_family_without_such_an_embedding_is_refused(tmp_path: Path) -> None:
+def test_a_family_without_a_token_embedding_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "gpt2"
     folder.mkdir()
     tiny_models.make(folder, "gpt2")

@@ -62,7 +62,7 @@ def test_proposals_become_drafts_of_the_next_step(depth: int, chunk: int) -> Non
 
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("block_tokens", [1, 4])
-def test_blocks_that_are_found_serve_the_draft_model_too(depth: int, block_tokens: int) -> None:
+def test_cached_blocks_serve_the_draft_model_too(depth: int, block_tokens: int) -> None:
     core = drafting(steps_in_flight=depth, block_tokens=block_tokens, num_blocks=200)
     first = request("first", [1, 2, 3, 4, 5], 19)
     answer(core, first)
@@ -74,7 +74,7 @@ def test_blocks_that_are_found_serve_the_draft_model_too(depth: int, block_token
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("caching", [True, False])
-def test_preempted_requests_go_on_with_right_proposals(depth: int, caching: bool) -> None:
+def test_preempted_requests_continue_with_correct_proposals(depth: int, caching: bool) -> None:
     core = drafting(num_blocks=12, max_model_len=48, steps_in_flight=depth, prefix_caching=caching)
     answer(core, *(request(f"r{i}", [i, 2, 3, 4], 30) for i in range(4)))
     assert core.scheduler.num_preemptions
@@ -82,7 +82,7 @@ def test_preempted_requests_go_on_with_right_proposals(depth: int, caching: bool
 
 
 @pytest.mark.parametrize("offload", [(60, 0), (0, 60), (3, 60)])
-def test_blocks_that_come_back_bring_the_draft_models_part(offload: tuple[int, int]) -> None:
+def test_loaded_blocks_include_the_part_of_the_draft_model(offload: tuple[int, int]) -> None:
     core = drafting(num_blocks=10, max_model_len=36, offload_blocks=offload, steps_in_flight=2)
     for turn in "ab":
         for first in range(6):
@@ -92,7 +92,7 @@ def test_blocks_that_come_back_bring_the_draft_models_part(offload: tuple[int, i
     assert_all_right(core)
 
 
-def test_a_moved_request_goes_on_with_right_proposals() -> None:
+def test_a_migrated_request_continues_with_correct_proposals() -> None:
     whole = expected(request("r", [1, 2, 3], 30))
     for done in range(1, 29):
         core = drafting()
@@ -118,20 +118,20 @@ def test_proposals_of_lost_steps_are_forgotten() -> None:
     assert_all_right(core)
 
 
-def test_more_rows_than_the_limit_are_not_asked() -> None:
+def test_the_drafter_proposes_for_no_more_rows_than_the_limit() -> None:
     core = drafting(max_step_tokens=3)
     answer(core, *(request(f"r{i}", [i, 1], 12) for i in range(8)))
     for plan in core.executor.plans:
         assert not plan.proposals or len(plan.slots) < 3
 
 
-def test_proposals_take_no_block_that_another_row_needs() -> None:
+def test_proposals_use_no_block_that_another_row_needs() -> None:
     core = drafting(num_blocks=11)
     answer(core, *(request(f"r{i}", [i, 5], 8) for i in range(4)))
     assert core.scheduler.num_preemptions == 0, "the tokens of all rows fit into the blocks"
 
 
-def test_wrong_proposals_shrink_and_then_stop_for_a_while() -> None:
+def test_wrong_proposals_shorten_and_then_pause_drafting() -> None:
     core = drafting(max_model_len=300, num_blocks=100, steps_in_flight=1)
     worker, wanted = core.executor.worker, request("r", [1, 2, 3], 150)
     propose = worker.propose
@@ -149,7 +149,7 @@ def test_wrong_proposals_shrink_and_then_stop_for_a_while() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("outputs", range(40, 62))
-def test_no_proposal_lies_behind_the_longest_sequence(depth: int, outputs: int) -> None:
+def test_no_proposal_exceeds_the_longest_sequence(depth: int, outputs: int) -> None:
     core = drafting(7, max_model_len=64, steps_in_flight=depth)
     answer(core, request("r", [1, 2], outputs))
     assert_all_right(core)
@@ -178,7 +178,7 @@ class _Prompt(array):  # type: ignore[type-arg]
         return taken
 
 
-def test_a_row_without_a_proposal_does_not_read_all_of_its_tokens() -> None:
+def test_a_row_without_a_proposal_does_not_recompute_its_tokens() -> None:
     proposer = ProposedTokens()
     tokens = _Prompt("q", range(1000))
     assert proposer.propose(tokens, 3) == []

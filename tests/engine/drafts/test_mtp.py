@@ -75,7 +75,7 @@ def wanted(served: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*TYPES, OWN])
-def test_proposals_are_those_of_transformers(name: str, served: Any, wanted: Any) -> None:
+def test_proposals_equal_those_of_transformers(name: str, served: Any, wanted: Any) -> None:
     with drafting(served(name)) as llm:
         proposals = Proposals(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
@@ -95,7 +95,9 @@ WAYS_OF = {
 @pytest.mark.parametrize(
     ("name", "way"), [(name, way) for name in WAYS_OF for way in WAYS_OF[name]]
 )
-def test_proposals_are_the_same_on_every_way(name: str, way: str, served: Any, wanted: Any) -> None:
+def test_proposals_are_the_same_in_every_configuration(
+    name: str, way: str, served: Any, wanted: Any
+) -> None:
     with drafting(served(name), **WAYS_OF[name][way]) as llm:
         proposals = Proposals(llm)
         assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
@@ -104,7 +106,7 @@ def test_proposals_are_the_same_on_every_way(name: str, way: str, served: Any, w
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_it_sleeps_with_the_engine(level: int, served: Any) -> None:
+def test_the_mtp_layer_sleeps_with_the_engine(level: int, served: Any) -> None:
     with drafting(served("llama")) as llm:
         proposals = answer_around_a_sleep(llm, level)
     proposals.assert_those_of(plain_layer(served("llama")), 40)
@@ -118,12 +120,12 @@ def test_answers_up_to_the_longest_sequence(depth: int, served: Any) -> None:
         assert_same_up_to_64_tokens(plain, llm)
 
 
-def test_its_memory_counts(served: Any) -> None:
+def test_the_memory_of_the_mtp_layer_counts(served: Any) -> None:
     with engine(served("llama")) as plain, drafting(served("llama")) as llm:
         assert_memory_counts(plain, llm, 0)
 
 
-def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: Path) -> None:
+def test_the_layer_may_come_from_another_folder(served: Any, wanted: Any, tmp_path: Path) -> None:
     """The layer may be in another folder, as if the model had been saved without it. It shares the
     model's own embedding and head."""
     plain = _without_layer(served("llama"), tmp_path / "plain")
@@ -134,7 +136,7 @@ def test_another_folder_may_have_the_layer(served: Any, wanted: Any, tmp_path: P
     proposals.assert_those_of(PlainLayer(carrier, model=plain), 20)
 
 
-def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
+def test_new_weights_include_their_mtp_layer(served: Any, tmp_path: Path) -> None:
     """New weights bring their own layer. If they have none, the layer must come from a folder of
     its own, which it keeps."""
     other, path = make(tmp_path / "other", "llama", seed=5), served("llama")
@@ -154,7 +156,7 @@ def test_new_weights_bring_their_layer(served: Any, tmp_path: Path) -> None:
             proposals.assert_those_of(oracle, 20)
 
 
-def test_random_weights_of_a_layer(served: Any, wanted: Any) -> None:
+def test_a_layer_may_have_random_weights(served: Any, wanted: Any) -> None:
     with drafting(
         served("llama"), drafts__model={"path": served("llama"), "load_format": "dummy"}
     ) as llm:
@@ -162,7 +164,7 @@ def test_random_weights_of_a_layer(served: Any, wanted: Any) -> None:
         assert drafter_of(llm).num_drafts > 20
 
 
-def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
+def test_the_checkpoint_decides_which_weights_are_tied(served: Any, tmp_path: Path) -> None:
     """The checkpoint decides whether the head is tied, not config.json: here it stores a head of
     its own. The same holds for EAGLE."""
     folder = tmp_path / "untied"
@@ -187,7 +189,7 @@ def test_the_checkpoint_says_what_is_tied(served: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sparse", "dense"])
-def test_the_checkpoint_says_whether_the_layer_has_experts(kind: str, tmp_path: Path) -> None:
+def test_the_checkpoint_decides_whether_the_layer_has_experts(kind: str, tmp_path: Path) -> None:
     """The checkpoint decides whether the layer has experts, not the model's own layers."""
     own = {"sparse": [0, 1, 2, 3], "dense": [4]}[kind]
     path = make(tmp_path / "model", "qwen3_moe", mlp_only_layers=own)
@@ -200,7 +202,7 @@ def test_the_checkpoint_says_whether_the_layer_has_experts(kind: str, tmp_path: 
     assert any("layers.4.mlp.experts" in name for name in stored) == (kind == "sparse")
 
 
-def test_a_norm_behind_the_layer_may_be_called_otherwise(
+def test_a_norm_after_the_layer_may_have_another_name(
     served: Any, wanted: Any, tmp_path: Path
 ) -> None:
     folder = _renamed(served("llama"), tmp_path / "model", "shared_head.norm", "final_layernorm")
@@ -210,7 +212,7 @@ def test_a_norm_behind_the_layer_may_be_called_otherwise(
     proposals.assert_those_of(plain_layer(served("llama")), 20)
 
 
-def test_its_experts_are_found(served: Any) -> None:
+def test_the_experts_of_the_layer_are_found(served: Any) -> None:
     """The layer's experts are found, as an engine that goes to sleep finds them."""
     with drafting(served("qwen3_moe")) as llm:
         [layer] = llm._engine.core.executor._worker.draft_model.modules
@@ -231,7 +233,7 @@ def test_a_model_without_such_a_layer_is_refused(served: Any, tmp_path: Path) ->
         drafting(served("llama"), drafts__model={"path": plain})
 
 
-def test_a_part_that_is_missing_is_named(served: Any, tmp_path: Path) -> None:
+def test_a_missing_weight_is_named(served: Any, tmp_path: Path) -> None:
     for lost in ("hnorm", "post_attention_layernorm", "shared_head.norm"):
         folder = tmp_path / lost
         _without(served("llama"), folder, f"layers.4.{lost}")
@@ -260,7 +262,7 @@ def test_a_layer_of_another_model_is_refused(served: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("family", ["gemma2", "stablelm", "gpt2"])
-def test_a_model_of_other_norms_is_refused(family: str, tmp_path: Path) -> None:
+def test_a_model_with_unsupported_norms_is_refused(family: str, tmp_path: Path) -> None:
     tiny_models.make(tmp_path, family)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(NANO, name), tmp_path)
@@ -268,7 +270,7 @@ def test_a_model_of_other_norms_is_refused(family: str, tmp_path: Path) -> None:
         drafting(str(tmp_path), model__load_format="dummy")
 
 
-def test_weights_that_are_saved_sharded_have_none(served: Any, tmp_path: Path) -> None:
+def test_sharded_saved_weights_have_no_mtp_layer(served: Any, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     config = load(served("llama"), {"model.device": "cpu"})
     saving.save_sharded(config, saved, lambda what, done, total: None)

@@ -54,7 +54,7 @@ texts = st.one_of(
     min_match=st.integers(1, 4),
     more=st.integers(0, 4),
 )
-def test_a_proposal_is_what_followed_the_longest_match(tokens, cuts, count, min_match, more):
+def test_a_proposal_follows_the_longest_match(tokens, cuts, count, min_match, more):
     """A proposal is what followed the longest match, also if the tokens grow from call to call."""
     proposer = NgramProposer(min_match, min_match + more)
     for cut in sorted({*cuts, len(tokens)}):
@@ -63,19 +63,19 @@ def test_a_proposal_is_what_followed_the_longest_match(tokens, cuts, count, min_
         assert found == by_search(known, count, min_match, min_match + more)
 
 
-def test_what_repeats_is_proposed_for_as_long_as_wanted():
+def test_a_repetition_is_proposed_up_to_the_requested_length():
     tokens = array("I", [1, 2, 3, 1, 2, 3, 1, 2])
     assert NgramProposer(2, 4).propose(tokens, 7) == [3, 1, 2, 3, 1, 2, 3]
 
 
-def test_of_equal_matches_the_newest_counts_and_of_others_the_longest():
+def test_the_longest_match_counts_and_the_newest_of_equal_ones():
     tokens = [7, 1, 2, 3, 50, 8, 1, 2, 3, 60, 9, 1, 2, 3]
     assert NgramProposer(3, 3).propose(array("I", tokens), 1) == [60]
     tokens[10] = 7
     assert NgramProposer(3, 4).propose(array("I", tokens), 1) == [50]
 
 
-def test_a_call_indexes_a_bounded_number_of_tokens_and_proposes_when_it_is_done():
+def test_a_call_indexes_a_bounded_number_of_tokens_before_it_proposes():
     tokens = array("I", range(10_000))
     tokens += tokens[:500]
     proposer = NgramProposer(3, 8)
@@ -88,7 +88,7 @@ def test_a_call_indexes_a_bounded_number_of_tokens_and_proposes_when_it_is_done(
     assert proposals == [[]] * (calls - 1) + [[500, 501]]
 
 
-def test_the_index_is_bounded_and_has_the_newest_tokens():
+def test_the_index_is_bounded_and_keeps_the_newest_tokens():
     with patch.object(ngram, "INDEX_TOKENS", 100):
         tokens, proposer = array("I"), NgramProposer(2, 4)
         for token in range(1000):

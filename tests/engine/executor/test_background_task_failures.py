@@ -130,7 +130,7 @@ def test_the_coordinator_client(deaths: Deaths, callback: str) -> None:
         line.close()
 
 
-def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
+def test_a_heartbeat_counts_requests_since_the_last_report() -> None:
     """A heartbeat counts requests that arrived after the last report. Their first step may never
     complete, and an engine that seems idle would not be replaced."""
     line = Line(num_requests=lambda: 3)
@@ -143,7 +143,7 @@ def test_a_heartbeat_counts_requests_that_came_after_the_last_report() -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.PAUSED])
-def test_collectives_are_aborted_until_the_loop_has_taken_the_newest_command(phase: Phase) -> None:
+def test_collectives_are_aborted_until_the_loop_handles_the_newest_command(phase: Phase) -> None:
     """Collectives are aborted until the loop has handled the newest command; a paused engine is in
     no collective. The client reads the state that the loop has published."""
     aborts: list[int] = []
@@ -262,7 +262,7 @@ def test_a_wait_for_a_peer_that_fails_in_an_unknown_way_is_answered() -> None:
 
 
 @pytest.mark.parametrize("error", [ExecutorError("no room"), SystemExit(3)])
-def test_an_engine_whose_loop_has_ended_logs_the_reason_and_exits(
+def test_an_engine_whose_loop_failed_logs_the_reason_and_exits(
     deaths: Deaths, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     class Server:

@@ -32,6 +32,6 @@ def group(*nodes: str, name: str = NAME, state: str = "CREATED") -> Any:
         ({}, [group("a"), group("a", state="REMOVED"), group("a", name="another")], 1, {"a": 1}),
     ],
 )
-def test_workers_that_share_a_host(parallel, groups, nodes, shares) -> None:
+def test_workers_on_one_host_share_its_cores_and_memory(parallel, groups, nodes, shares) -> None:
     config = load({"model": {"path": "m"}, "parallel": parallel})
     assert workers_by_node(groups, config, nodes) == shares

@@ -90,7 +90,7 @@ def test_a_cpu_computes_one_step_at_a_time_on_the_callers_thread(core, execute_m
     assert steps == list(range(len(steps))), "each result was read before the next step began"
 
 
-def test_steps_ahead_give_the_same_answers(core, monkeypatch):
+def test_steps_in_flight_do_not_change_answers(core, monkeypatch):
     """Steps ahead, as on a GPU, return the same answers: a step is planned before the host knows
     the tokens that precede it."""
     whole = answers(core)

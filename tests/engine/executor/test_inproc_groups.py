@@ -145,7 +145,7 @@ def test_forming_groups_can_be_aborted(core, monkeypatch):
     assert set(answers(core)) == {"a", "b"}
 
 
-def test_a_failure_outside_of_collectives_ends_the_engine(core, monkeypatch):
+def test_a_failure_outside_collectives_stops_the_engine(core, monkeypatch):
     submit(core)
 
     def fail(worker, plan):

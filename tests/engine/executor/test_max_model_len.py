@@ -21,7 +21,7 @@ SPLITS: list[dict[str, Any]] = [{}, {"parallel__pipeline": 2}, {"parallel__tenso
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
-def test_it_is_what_the_cache_holds(split: dict[str, Any]) -> None:
+def test_the_default_length_is_what_the_cache_holds(split: dict[str, Any]) -> None:
     """The limit is what the cache holds; with tensor parallelism, half of the model needs half of
     the bytes."""
     workers = 2 if split else 1
@@ -36,7 +36,7 @@ def test_it_is_what_the_cache_holds(split: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_more_than_the_cache_holds_is_refused_if_it_was_asked_for() -> None:
+def test_a_configured_length_beyond_the_cache_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         engine(cache__memory_bytes=10 * BLOCK_BYTES, model__max_model_len=161)
     assert str(caught.value) == (
@@ -48,7 +48,7 @@ def test_more_than_the_cache_holds_is_refused_if_it_was_asked_for() -> None:
         assert llm._engine.limits.max_model_len == 160
 
 
-def test_the_worker_with_the_least_room_decides() -> None:
+def test_the_worker_with_the_smallest_cache_decides() -> None:
     config = load({"model": {"path": NANO}})
     much, little = (WorkerLimits(blocks, 2048, 320) for blocks in (10, 7))
     for limits in ([much, little], [little, much]):

@@ -147,7 +147,7 @@ def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number,
         check_for(core, 0.1)
 
 
-def test_adapters_of_a_lost_worker_are_loaded_again_and_one_that_has_gone_fails_alone(
+def test_adapters_of_a_lost_worker_are_reloaded_and_a_missing_one_fails_only_its_requests(
     core, adapter_shapes, tmp_path
 ):
     """Adapters of a lost worker are loaded again, and only the request of a deleted one fails. The
@@ -195,7 +195,7 @@ def test_groups_that_are_aborted_in_a_step_are_formed_again(core, whole):
     assert answers(core, tokens=tokens) == whole
 
 
-def test_a_worker_that_fails_by_itself_is_replaced_but_not_for_ever(core, whole, monkeypatch):
+def test_a_failing_worker_is_replaced_a_limited_number_of_times(core, whole, monkeypatch):
     submit(core)
     tokens = answers(core, 8)
     core.executor.execute(

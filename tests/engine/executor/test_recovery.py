@@ -153,7 +153,7 @@ def test_requests_continue_unchanged_after_a_recovery(harness, error) -> None:
     client.wait_until_idle()
 
 
-def test_a_request_that_is_in_every_failed_step_ends(harness) -> None:
+def test_a_request_in_every_failed_step_is_failed(harness) -> None:
     """A request that is in every failed step is terminated and the other requests continue: after
     the first loss, two suspects are never computed in the same step."""
     engine, _inbox_reader = harness
@@ -177,7 +177,7 @@ def test_a_request_that_is_in_every_failed_step_ends(harness) -> None:
     client.wait_until_idle()
 
 
-def test_an_unrecoverable_failure_ends_the_engine(harness) -> None:
+def test_an_unrecoverable_failure_stops_the_engine(harness) -> None:
     engine, _inbox_reader = harness
     engine.executor.repair_fails = True
     engine.executor.breaks_by = WorkerLost("worker 1 died")

@@ -92,7 +92,7 @@ def until_asleep(inbox: CoordinatorInbox, level: int) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_paused_engine_falls_asleep_and_goes_on_when_it_is_resumed(
+def test_a_paused_engine_falls_asleep_and_continues_when_it_is_resumed(
     harness: Harness, level: int
 ) -> None:
     engine, inbox = harness
@@ -118,7 +118,7 @@ def test_a_paused_engine_falls_asleep_and_goes_on_when_it_is_resumed(
     client.wait_until_idle()
 
 
-def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
+def test_wake_ups_are_counted_when_complete(harness: Harness) -> None:
     """An engine counts a wake-up once it is awake. A larger `repairs` than expected tells the
     coordinator that a `Repaired` was lost, and `is_repairing` that a `Broken` was lost. A wake-up
     replaces no worker, so it has a counter of its own."""
@@ -139,7 +139,7 @@ def test_it_counts_that_it_wakes_up_once_it_has(harness: Harness) -> None:
     assert engine.server.repairs == 1
 
 
-def test_it_sleeps_more_deeply_but_not_less(harness: Harness) -> None:
+def test_the_sleep_level_only_increases(harness: Harness) -> None:
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
@@ -151,7 +151,7 @@ def test_it_sleeps_more_deeply_but_not_less(harness: Harness) -> None:
     assert plans.levels == [1, 2]
 
 
-def test_it_does_not_sleep_unless_it_is_paused(harness: Harness) -> None:
+def test_an_engine_sleeps_only_while_it_is_paused(harness: Harness) -> None:
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
@@ -163,7 +163,7 @@ def test_it_does_not_sleep_unless_it_is_paused(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("error", [WorkerLost("worker 1 died"), GroupBroken("a peer has gone")])
-def test_a_failure_while_it_falls_asleep_is_recovered_from(
+def test_a_failure_while_falling_asleep_is_recovered(
     harness: Harness, error: ExecutorError
 ) -> None:
     """A failure while the engine falls asleep is recovered from: it serves again for a moment,
@@ -182,9 +182,7 @@ def test_a_failure_while_it_falls_asleep_is_recovered_from(
 
 
 @pytest.mark.parametrize("error", [WorkerLost("worker 1 died"), GroupBroken("a peer has gone")])
-def test_a_failure_while_it_wakes_up_is_recovered_from(
-    harness: Harness, error: ExecutorError
-) -> None:
+def test_a_failure_while_waking_up_is_recovered(harness: Harness, error: ExecutorError) -> None:
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
@@ -199,7 +197,7 @@ def test_a_failure_while_it_wakes_up_is_recovered_from(
     assert plans.levels == [2, 0, 0]
 
 
-def test_a_pause_before_it_has_woken_up_lets_it_sleep(harness: Harness) -> None:
+def test_a_pause_during_a_wake_up_keeps_the_engine_asleep(harness: Harness) -> None:
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
@@ -217,7 +215,7 @@ def test_a_pause_before_it_has_woken_up_lets_it_sleep(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_what_sleeps_holds_no_cache_and_below_no_weights(level: int) -> None:
+def test_a_sleeping_worker_holds_no_cache_and_at_level_2_no_weights(level: int) -> None:
     """A sleeping engine holds no cache, and at level 2 no weights. Afterwards it finds no prefix:
     its blocks are gone."""
     with LLM(NANO, **{"model.device": "cpu", "cache.memory_bytes": 4_000_000}) as llm:
@@ -236,7 +234,7 @@ def test_what_sleeps_holds_no_cache_and_below_no_weights(level: int) -> None:
         assert [list(o.outputs[0].token_ids) for o in again] == before
 
 
-def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
+def test_the_memory_is_returned_to_the_system(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "llama", hidden_size=512, intermediate_size=2048, vocab_size=8000)
     for file in Path(NANO).glob("tokenizer*"):
         shutil.copy(file, tmp_path)
@@ -261,7 +259,7 @@ def test_the_system_has_the_memory_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_a_process_that_has_excluded_its_objects_from_collections_gives_weights_back(
+def test_a_process_with_frozen_garbage_collection_frees_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: Literal["native", "transformers"]
 ) -> None:
     """A process that has excluded its objects from garbage collection, as workers do at their
@@ -294,7 +292,7 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_experts_are_moved_too(tmp_path: Path) -> None:
+def test_experts_sleep_too(tmp_path: Path) -> None:
     """Experts are moved too: they are not parameters, and are most of the weights."""
     tiny_models.make(tmp_path, "mixtral")
     model = ModelConfig(path=str(tmp_path), device="cpu")
@@ -312,7 +310,7 @@ def test_experts_are_moved_too(tmp_path: Path) -> None:
         worker.shutdown()
 
 
-def test_tensors_that_share_memory_share_it_afterwards() -> None:
+def test_tensors_that_share_memory_share_it_after_a_sleep() -> None:
     """Tensors that share memory, as fused and tied weights do on a GPU, share it after a
     wake-up."""
     model = nn.Linear(4, 6)

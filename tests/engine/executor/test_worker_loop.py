@@ -148,7 +148,7 @@ def test_results_are_in_order_and_every_plan_is_started(engine):
 
 
 @pytest.mark.parametrize("error", [GroupError("a peer has gone", [2]), IndexError("slot 99")])
-def test_after_a_failure_nothing_is_computed_until_the_groups_are_formed_again(engine, error):
+def test_after_a_failure_nothing_is_computed_until_the_groups_form_again(engine, error):
     def fail() -> None:
         raise error
 
@@ -193,7 +193,7 @@ def test_an_abort_ends_a_step_and_older_aborts_have_no_effect(engine):
     assert 1 not in seen, "those groups had been left before"
 
 
-def test_an_abort_that_comes_before_the_groups_are_formed_is_not_missed(engine):
+def test_an_abort_before_the_groups_are_formed_is_not_missed(engine):
     """An abort that arrives before the groups are formed is not missed, although `Worker.regroup`
     begins by clearing earlier aborts."""
 
@@ -235,7 +235,7 @@ def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(eng
     assert engine.heartbeats.stopped() == {} and engine.heartbeats.ranks == set()
 
 
-def test_adapters_are_loaded_beside_the_steps_and_in_their_order(engine):
+def test_adapters_are_loaded_concurrently_with_steps_and_in_order(engine):
     """Adapters are loaded in parallel to the steps, in the order of the commands. An idle worker
     reports a loaded adapter at once."""
     adapter = Adapter("one", "/one", "digest")

@@ -54,13 +54,13 @@ def test_the_worker_furthest_behind_is_stuck():
     assert set(map(frozenset, found.values())) == {frozenset({2})}
 
 
-def test_a_step_has_the_whole_time_from_its_beginning():
+def test_a_step_has_the_whole_limit_from_its_start():
     assert (
         min(stops_found(40.0, stuck_from_s=0.0, step_from_s=20.0)) == 20.0 + 2 * LIMIT_S + CHECK_S
     )
 
 
-def test_a_silent_worker_is_found_rather_than_those_that_wait_for_it():
+def test_a_silent_worker_is_found_instead_of_those_that_wait_for_it():
     found = stops_found(30.0, silent={1: 10.0}, stuck_from_s=10.0, step_from_s=5.0)
     assert set(map(frozenset, found.values())) == {frozenset({1})}
 
@@ -73,7 +73,7 @@ def test_a_monitor_that_slept_finds_no_worker_when_it_wakes():
     assert min(stuck) > 60.0 + 2 * LIMIT_S * 3 / 4
 
 
-def test_a_monitor_that_sleeps_again_and_again_finds_no_worker():
+def test_a_repeatedly_sleeping_monitor_finds_no_worker():
     """A monitor that is stopped repeatedly, each time for less than half of the limit and without
     reading a heartbeat in between, finds no worker."""
     monitor = WorkerMonitor(LIMIT_S)
@@ -91,7 +91,7 @@ def test_silent_workers_are_found_even_by_a_monitor_that_is_always_late():
     assert set(found) == {1}
 
 
-def test_a_young_worker_is_not_behind_and_progress_never_falls():
+def test_a_new_worker_does_not_count_as_slow_and_progress_never_decreases():
     monitor, now = WorkerMonitor(LIMIT_S), 0.0
     for rank, progress_counter in ((0, 100), (1, 90)):
         monitor.on_heartbeat(rank, 0, now)

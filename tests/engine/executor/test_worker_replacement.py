@@ -95,7 +95,7 @@ class FrozenExecutor(RayExecutor):
 
 
 @pytest.mark.timeout(60)
-def test_a_replacement_that_never_connects_ends_the_engine(monkeypatch) -> None:
+def test_a_replacement_that_never_connects_stops_the_engine(monkeypatch) -> None:
     """A replacement that never connects fails the engine. Nothing else shows that its process is
     frozen: Ray's task runs, and no heartbeat has arrived yet."""
     table = {"bundles_to_node_id": {0: "a"}}
@@ -111,7 +111,7 @@ def test_a_replacement_that_never_connects_ends_the_engine(monkeypatch) -> None:
         executor._inbox.close()
 
 
-def test_answers_about_adapters_are_taken_in_also_without_waiting(monkeypatch) -> None:
+def test_replies_about_adapters_are_read_without_a_wait(monkeypatch) -> None:
     """Results about adapters are read even without waiting: they may have arrived while the engine
     was idle."""
     monkeypatch.setattr(RayWorker, "exit_reason", lambda worker: "")
@@ -138,7 +138,7 @@ def test_answers_about_adapters_are_taken_in_also_without_waiting(monkeypatch) -
 
 
 @pytest.mark.parametrize("error", [None, GetTimeoutError("no helper")])
-def test_a_worker_that_hangs_is_ended_on_its_own_node(executor, monkeypatch, error) -> None:
+def test_a_hanging_worker_is_killed_on_its_own_node(executor, monkeypatch, error) -> None:
     killed: list[Any] = []
 
     def kill_process(pid: int, node: str) -> None:
@@ -157,7 +157,7 @@ def test_a_worker_that_hangs_is_ended_on_its_own_node(executor, monkeypatch, err
     assert killed == [(77, "b"), "actor 1"], "whether or not its node could be reached"
 
 
-def test_a_worker_that_has_ended_is_not_ended_again(executor, monkeypatch) -> None:
+def test_a_terminated_worker_is_not_killed_again(executor, monkeypatch) -> None:
     """A worker that has exited is not killed again: its pid may belong to another process by
     now."""
     monkeypatch.setattr(executor_module, "kill_process", lambda *_: pytest.fail("it has ended"))

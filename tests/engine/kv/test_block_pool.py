@@ -170,7 +170,7 @@ def test_blocks_without_a_hash_are_allocated_before_a_prefix_is_evicted() -> Non
     assert cached_run(pool, [b"a"]) == named
 
 
-def test_what_is_kept_outlasts_all_that_is_not() -> None:
+def test_kept_blocks_are_evicted_after_all_others() -> None:
     pool = BlockPool(4, max_kept=2)
     session, others = pool.allocate(2), pool.allocate(2)
     for block, name in zip(session + others, NAMES, strict=True):
@@ -182,7 +182,7 @@ def test_what_is_kept_outlasts_all_that_is_not() -> None:
     assert pool.allocate(2) == session[::-1]
 
 
-def test_others_who_use_what_is_kept_do_not_end_that() -> None:
+def test_kept_blocks_stay_kept_when_others_use_them() -> None:
     """Blocks that a session keeps stay kept when other requests use them. Without this prefix, the
     rest of the session's blocks is of no use."""
     pool = BlockPool(4, max_kept=2)
@@ -197,7 +197,7 @@ def test_others_who_use_what_is_kept_do_not_end_that() -> None:
     assert cached_run(pool, NAMES[:2]) == session
 
 
-def test_more_than_may_be_kept_are_evicted_as_others_are() -> None:
+def test_kept_blocks_beyond_the_limit_are_evicted_like_others() -> None:
     pool = BlockPool(4, max_kept=2)
     old, new = pool.allocate(2), pool.allocate(2)
     for block, name in zip(old + new, NAMES, strict=True):

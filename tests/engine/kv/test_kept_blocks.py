@@ -61,7 +61,7 @@ class Conversation:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_session_is_found_behind_others(steps: int) -> None:
+def test_a_session_survives_other_requests(steps: int) -> None:
     talk = Conversation(scheduler__steps_in_flight=steps)
     # All full blocks of the previous tokens: of 94, and of 118 whose last token was not computed.
     assert talk.chunks(keep=True) == [0, 80, 112]
@@ -69,13 +69,13 @@ def test_a_session_is_found_behind_others(steps: int) -> None:
     talk.llm.close()
 
 
-def test_a_session_that_may_keep_nothing_is_as_others() -> None:
+def test_a_session_that_may_keep_nothing_is_evicted_like_others() -> None:
     talk = Conversation(cache__session_fraction=0.0)
     assert talk.chunks(keep=True) == [0, 0, 0]
     talk.llm.close()
 
 
-def test_the_session_that_was_used_last_is_kept() -> None:
+def test_the_most_recently_used_session_is_kept() -> None:
     """The session that was used last is kept: half of the cache, 12 blocks, may be kept, and each
     session has 7."""
     talk = Conversation()
@@ -87,7 +87,7 @@ def test_the_session_that_was_used_last_is_kept() -> None:
     talk.llm.close()
 
 
-def test_requests_that_run_take_all_of_it() -> None:
+def test_running_requests_may_use_all_kept_blocks() -> None:
     talk = Conversation(cache__session_fraction=1.0)
     answer, _ = talk.ask(prompt(1, 200), keep=True)
     for number in (2, 3):

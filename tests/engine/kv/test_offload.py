@@ -37,7 +37,7 @@ def prompt(first: int, blocks: int = 4) -> list[int]:
 
 @pytest.mark.parametrize("offload", [(40, 0), (0, 40), (4, 40)])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_prefix_that_has_left_the_device_comes_back(offload: tuple[int, int], depth: int) -> None:
+def test_an_offloaded_prefix_returns_to_the_device(offload: tuple[int, int], depth: int) -> None:
     core = make_core(num_blocks=7, max_model_len=28, steps_in_flight=depth, offload_blocks=offload)
     tiers = core.scheduler.kv.offload
     for first in range(6):
@@ -69,7 +69,7 @@ def test_a_preempted_request_finds_its_blocks_again() -> None:
     assert core.scheduler.num_preemptions and core.scheduler.kv.offload.num_loaded
 
 
-def test_what_is_in_tiers_is_lost_with_the_workers() -> None:
+def test_blocks_in_tiers_are_lost_with_the_workers() -> None:
     core = make_core(num_blocks=7, max_model_len=28, offload_blocks=(40, 0))
     for first in (0, 7, 14):
         answer(core, request(f"a{first}", prompt(first)))
@@ -88,7 +88,7 @@ def test_invalid_blocks_are_forgotten() -> None:
     assert all(map(tiers.has, (b"b", b"c", b"d", b"e"))), "the place is free again"
 
 
-def test_the_least_recently_used_spills_to_the_next_tier_and_then_goes() -> None:
+def test_the_least_recently_used_block_moves_to_the_next_tier_and_is_then_evicted() -> None:
     tiers = OffloadTiers((1, 1))
     tiers.save(5, b"a")
     tiers.save(6, b"b")
@@ -126,7 +126,9 @@ def test_pinned_blocks_stay() -> None:
     rows=st.integers(1, 4),
     losses=st.sets(st.integers(0, 60), max_size=2),
 )
-def test_answers_under_pressure(prompts, num_blocks, offload, depth, rows, losses) -> None:
+def test_answers_are_correct_under_memory_pressure(
+    prompts, num_blocks, offload, depth, rows, losses
+) -> None:
     """Answers stay right under pressure: few prefixes that occur again and again, and hardly any
     free blocks."""
     core = make_core(

@@ -73,7 +73,7 @@ def failing_core(fails_at: dict[int, int], **settings: Any) -> EngineCore:
     shared=st.booleans(),
     steps=st.sampled_from([1, 4]),
 )
-def test_a_failed_row_ends_its_request_alone(
+def test_a_failed_row_fails_only_its_request(
     prompts, fails_at, depth, num_blocks, budget, shared, steps
 ) -> None:
     """A failed row terminates only its request: with chunks, preemption, prefixes and several steps
@@ -111,9 +111,7 @@ def test_a_failed_row_ends_its_request_alone(
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_row_that_fails_in_its_last_token_takes_none_of_a_row_with_passes(
-    failing: int, depth: int
-) -> None:
+def test_a_row_that_fails_at_its_last_token_affects_no_other_row(failing: int, depth: int) -> None:
     """A row that fails at its last token, in a plan whose further passes are only for the other
     row, takes no passes from that row."""
     prompt, lengths = [1, 2, 3], {failing: 6, 1 - failing: 20}
@@ -146,7 +144,7 @@ def test_blocks_of_a_failed_request_are_never_found_in_the_prefix_cache() -> Non
     assert core.scheduler.kv.num_hit_tokens == 8, "blocks of the good request are found"
 
 
-def test_blocks_that_it_computed_before_a_preemption_are_not_found_either() -> None:
+def test_blocks_from_before_a_preemption_of_a_failed_request_are_not_found() -> None:
     """Blocks that a failed request computed before a preemption are not found either. The step that
     reports the failure was in flight when the request lost its blocks, which kept their hashes."""
     core = make_core(num_blocks=16, steps_in_flight=2)
@@ -236,14 +234,14 @@ def check_all(engine: Engine, exact: bool = True) -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"scheduler__max_tokens_per_step": 8}], ids=str)
-def test_a_request_breaks_only_itself(folder, skip_validation, settings) -> None:
+def test_a_broken_request_fails_only_itself(folder, skip_validation, settings) -> None:
     with Engine(folder, model__cpu_threads=1, cache__prefix_caching=False, **settings) as engine:
         check_all(engine, exact=DEVICE == "cpu")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
-def test_ranks_agree_on_what_is_broken(folder, skip_validation, split) -> None:
+def test_ranks_agree_on_the_broken_rows(folder, skip_validation, split) -> None:
     with Engine(
         folder,
         model__cpu_threads=1,
@@ -258,7 +256,9 @@ def test_ranks_agree_on_what_is_broken(folder, skip_validation, split) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch, steps: int) -> None:
+def test_a_grammar_that_one_rank_cannot_follow_fails_its_request(
+    folder, monkeypatch, steps: int
+) -> None:
     """A grammar may fail on one rank only, which then samples another token. For that rank the
     token may be the last one of the row, but both ranks compute the same passes."""
     follows = grammar.GrammarState.matcher
@@ -287,7 +287,7 @@ def test_a_grammar_that_one_rank_cannot_follow(folder, monkeypatch, steps: int) 
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), GroupError("a peer has gone")])
-def test_a_failure_of_no_single_row_ends_no_row(folder, monkeypatch, error) -> None:
+def test_a_failure_outside_any_row_fails_no_request(folder, monkeypatch, error) -> None:
     def add_request(*_args: object) -> None:
         raise error
 
@@ -297,7 +297,7 @@ def test_a_failure_of_no_single_row_ends_no_row(folder, monkeypatch, error) -> N
             engine.answer(good())
 
 
-def test_an_error_of_the_whole_step_ends_no_row(folder, monkeypatch) -> None:
+def test_an_error_of_the_whole_step_fails_no_request(folder, monkeypatch) -> None:
     def build(*_args: object) -> None:
         raise ValueError("the scheduler has lost count")
 

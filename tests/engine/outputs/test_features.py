@@ -387,7 +387,7 @@ TRACELESS = {("a stop that almost comes", "stop")}
 
 
 @pytest.mark.parametrize("name", FEATURES)
-def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
+def test_each_field_of_a_feature_changes_its_answer(name: str, plain: Plain) -> None:
     """A feature changes its answer: without any one of its fields the answer differs, so that a
     lost field cannot pass the tests below."""
     request_spec, default = FEATURES[name], SamplingParams()
@@ -416,7 +416,7 @@ def test_a_feature_makes_its_answer(name: str, plain: Plain) -> None:
         ("stop_token_ids", "3, 4, 5, "),
     ],
 )
-def test_the_oracle_is_right(name: str, text: str, plain: Plain) -> None:
+def test_the_oracle_returns_the_trained_answer(name: str, text: str, plain: Plain) -> None:
     """The oracle returns the answer that the model was trained for, up to its last token."""
     assert plain(FEATURES[name]).parts[0].text == text
 
@@ -453,7 +453,7 @@ def test_a_feature_over_an_axis(name: str, site: Site, oracle: Plain) -> None:
         assert answers[DELTA].num_outputs >= tokens - 1, "it streams"
 
 
-def test_requests_are_preempted_where_blocks_are_scarce(site: Site) -> None:
+def test_requests_are_preempted_if_blocks_are_scarce(site: Site) -> None:
     """Many features are preempted if blocks are scarce; some answers are too short for that."""
     preempted = {
         name

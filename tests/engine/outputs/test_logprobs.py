@@ -163,7 +163,7 @@ def test_every_token_is_reported_with_the_models_own_probability(
 
 
 @pytest.mark.parametrize("setting", ["depth 2", "tensor 2"])
-def test_a_model_of_transformers_own(setting: str, generic: Model) -> None:
+def test_logprobs_of_a_model_of_the_transformers_backend(setting: str, generic: Model) -> None:
     with Engine(generic.folder, **SETTINGS[setting]) as engine:
         check_all(generic, requests(), engine.answer(requests()))
 

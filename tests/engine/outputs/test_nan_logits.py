@@ -113,7 +113,7 @@ def summary(outputs: list[EngineCoreOutput]) -> tuple[list[int], object, list[fl
 @pytest.mark.parametrize(
     ("family", "value"), [("llama", NAN), ("llama", INF), ("llama-tied", NAN), ("gpt_neox", NAN)]
 )
-def test_only_requests_with_nan_logits_end(folders, backend, family, value):
+def test_only_requests_with_nan_logits_fail(folders, backend, family, value):
     """Only requests with NaN logits are terminated. A tied head has the NaN row too, so that the
     logits of every row contain a NaN."""
     with Engine(folders[family, value], model__cpu_threads=1) as engine:
@@ -135,7 +135,7 @@ def test_only_requests_with_nan_logits_end(folders, backend, family, value):
     "split", [{"parallel__tensor": 2}, {"parallel__pipeline": 2}], ids=["tensor", "pipeline"]
 )
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
-def test_in_groups_with_steps_in_flight(folders, family, split):
+def test_nan_logits_in_groups_with_steps_in_flight(folders, family, split):
     overrides = {"model__cpu_threads": 1, "scheduler__steps_in_flight": 3, **split}
     with Engine(folders[family, NAN], scheduler__max_tokens_per_step=16, **overrides) as engine:
         for sampler in SAMPLERS.values():
@@ -143,7 +143,7 @@ def test_in_groups_with_steps_in_flight(folders, family, split):
         assert max(engine.depths) == 3
 
 
-def test_nan_values_stay_in_no_cache(folders):
+def test_nan_values_do_not_stay_in_a_cache(folders):
     """NaN values stay in no cache: the blocks are not found as a prefix and harm no later request
     that gets them."""
     with Engine(folders["llama", NAN], model__cpu_threads=1) as engine:

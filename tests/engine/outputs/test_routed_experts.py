@@ -157,7 +157,7 @@ def test_over_moves(model: Model, pair: list[LLM]) -> None:
     check(model, specs, answers)
 
 
-def test_what_others_computed_is_known(model: Model) -> None:
+def test_experts_of_a_cached_prefix_are_reported(model: Model) -> None:
     """Routed experts are known for a cached prompt, although the request that computed it did not
     ask for them."""
     llm = routing(model, cache__block_tokens=1)
@@ -181,6 +181,6 @@ def test_a_server_that_does_not_record_refuses() -> None:
 
 
 @pytest.mark.parametrize(("folder", "backend"), [(NANO, "auto"), (NANO_MOE, "transformers")])
-def test_a_model_without_experts_of_its_own_is_refused(folder: str, backend: str) -> None:
+def test_a_model_without_experts_is_refused(folder: str, backend: str) -> None:
     with pytest.raises(ValueError, match=r"model\.routed_experts=true needs a mixture of experts"):
         engine(folder, model__routed_experts=True, model__backend=backend)

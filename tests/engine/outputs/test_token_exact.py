@@ -191,7 +191,7 @@ def sampled(name: str, prompt: list[int], seed: int) -> EngineCoreRequest:
     return EngineCoreRequest(name, prompt, params, 20)
 
 
-def test_a_seeded_answer_is_the_same_alone_in_a_crowd_and_after_preemption(folder):
+def test_a_seeded_answer_is_the_same_in_any_batch_and_after_preemption(folder):
     path = folder("qwen2")
     wanted = sampled("it", PROMPTS[3], seed=1234)
     crowd = [sampled(f"c{i}", PROMPTS[i % 7], seed=i) for i in range(31)]

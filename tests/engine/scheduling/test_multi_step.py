@@ -37,7 +37,7 @@ def further(core: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_plan_gives_several_tokens(depth: int) -> None:
+def test_a_plan_yields_several_tokens(depth: int) -> None:
     core = make_core(steps_per_plan=4, steps_in_flight=depth)
     core.add_request(request(max_tokens=15), CLIENT)
     outputs = run(core)["r"]
@@ -49,7 +49,7 @@ def test_a_plan_gives_several_tokens(depth: int) -> None:
 
 
 @pytest.mark.parametrize("knows_ends", [True, False])
-def test_little_is_computed_for_nothing(knows_ends: bool) -> None:
+def test_few_computed_tokens_are_discarded(knows_ends: bool) -> None:
     """Little is computed in vain: at most one token fewer than a plan has, and none where the
     worker detects the finish."""
     long = expected(request(max_tokens=30))
@@ -68,7 +68,7 @@ def test_little_is_computed_for_nothing(knows_ends: bool) -> None:
 
 @pytest.mark.parametrize("knows_ends", [True, False])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_a_block_that_an_end_fills_is_found_only_if_it_was_computed(
+def test_a_block_filled_by_an_end_token_is_cached_only_if_computed(
     knows_ends: bool, depth: int
 ) -> None:
     """A block that the last token fills is found only if it was computed. Nothing computes the last
@@ -89,7 +89,7 @@ def test_a_block_that_an_end_fills_is_found_only_if_it_was_computed(
         assert found == least if knows_ends and depth == 1 else found in (least, most)
 
 
-def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
+def test_extra_steps_of_a_plan_do_not_delay_its_prompts() -> None:
     core = make_core(steps_per_plan=4, steps_in_flight=1)
     core.add_request(request("a", 30), CLIENT)
     core.step()
@@ -103,7 +103,7 @@ def test_a_prompt_is_not_held_up_by_further_steps_of_its_own_plan() -> None:
     assert token_ids(outputs["bb"]) == expected(request("bb", 30))[1:]
 
 
-def test_further_steps_take_no_block_that_another_row_may_need() -> None:
+def test_extra_steps_use_no_block_that_another_row_may_need() -> None:
     """Further steps take no block that another row may need: each running request may soon want
     one."""
     core = make_core(num_blocks=10, max_model_len=40, steps_per_plan=8, steps_in_flight=1)
@@ -117,7 +117,7 @@ def test_further_steps_take_no_block_that_another_row_may_need() -> None:
         assert token_ids(outputs[name]) == expected(request(name, 9))
 
 
-def test_nothing_is_computed_behind_the_longest_sequence() -> None:
+def test_nothing_is_computed_beyond_the_longest_sequence() -> None:
     core = make_core(max_model_len=16, steps_per_plan=8, steps_in_flight=1)
     core.add_request(request(max_tokens=13), CLIENT)
     assert len(token_ids(run(core)["r"])) == 13
@@ -126,7 +126,7 @@ def test_nothing_is_computed_behind_the_longest_sequence() -> None:
             assert plan.starts[row] + plan.num_tokens[row] + count <= 16
 
 
-def test_a_request_that_is_aborted_between_plans_leaves_nothing() -> None:
+def test_a_request_aborted_between_plans_leaves_nothing() -> None:
     core = make_core(steps_per_plan=4, steps_in_flight=3)
     core.add_request(request("a", 30), CLIENT)
     core.add_request(request("bb", 30), CLIENT)
@@ -138,7 +138,7 @@ def test_a_request_that_is_aborted_between_plans_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 16, 32])
-def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> None:
+def test_the_next_turn_finds_the_blocks_of_the_last_plans(steps: int) -> None:
     core = make_core(steps_per_plan=steps, steps_in_flight=2)
     core.add_request(request(max_tokens=33), CLIENT)
     answer = token_ids(run(core)["r"])
@@ -149,7 +149,7 @@ def test_the_next_turn_finds_what_the_last_plans_have_computed(steps: int) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [{}, {"parallel__tensor": 2}, {"parallel__pipeline": 2}])
-def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
+def test_the_workers_detect_an_end_token(tmp_path: Path, split: dict[str, Any]) -> None:
     """The workers detect a finish and leave the row out of the later passes: the same tokens, and
     no wasted pass. Workers that would have to agree on it do not detect it; the host of a GPU
     cannot."""
@@ -173,7 +173,7 @@ def test_the_workers_find_an_end(tmp_path: Path, split: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_that_ends_with_such_a_token_has_not_ended(tmp_path: Path) -> None:
+def test_an_end_token_at_the_end_of_a_prompt_does_not_finish_it(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "llama")
     one = EngineCoreRequest("x", [5, 6], SamplerParams(), 9, stop_token_ids=[6])
     with Engine(tmp_path) as plain:
@@ -189,7 +189,7 @@ def test_a_prompt_that_ends_with_such_a_token_has_not_ended(tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [{}, {"parallel__tensor": 2}])
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_an_end_that_comes_too_early_ends_nothing(
+def test_an_end_token_within_min_tokens_does_not_finish_the_request(
     tmp_path: Path, depth: int, split: dict[str, Any]
 ) -> None:
     """A stop token before `min_tokens` does not finish the request. The sampler draws one early
@@ -233,9 +233,7 @@ def counted_passes() -> Iterator[Counter[int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 3])
 @pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_tokens_before_logits_that_are_no_numbers_are_kept(
-    tmp_path: Path, at: int, depth: int
-) -> None:
+def test_tokens_before_nan_logits_are_kept(tmp_path: Path, at: int, depth: int) -> None:
     """The tokens before NaN logits are kept; the token at this place of the answer has an embedding
     of NaN."""
     tiny_models.make(tmp_path, "llama")

@@ -64,7 +64,7 @@ def test_chunks_and_two_steps_in_flight():
     core.check_idle()
 
 
-def test_a_request_that_was_preempted_meanwhile_ends_by_its_step():
+def test_a_preempted_request_finishes_by_its_step_in_flight():
     core = scheduler()
     core.add(request("a", 10), b"client")
     step = step_of(core)
@@ -74,7 +74,7 @@ def test_a_request_that_was_preempted_meanwhile_ends_by_its_step():
     core.check_idle()
 
 
-def test_steps_that_were_lost_are_computed_again():
+def test_lost_steps_are_computed_again():
     core = scheduler()
     core.add(request("a", 20), b"client")
     step_of(core), step_of(core)
@@ -118,13 +118,13 @@ def test_a_loss_of_workers_counts_against_the_request():
         ({"sampler": SamplerParams()}, "max_tokens=0 is outside 1 .. 64"),
     ],
 )
-def test_what_is_refused(changed, reason):
+def test_requests_that_a_pooling_engine_cannot_run_are_refused(changed, reason):
     fields = {"request_id": "a", "prompt_token_ids": [1, 2], "sampler": POOLS, "max_tokens": 0}
     assert reason in str(invalid_reason(EngineCoreRequest(**{**fields, **changed}), 1000, 64))
     assert invalid_reason(EngineCoreRequest(**fields), 1000, 64) is None
 
 
-def test_a_model_samples_or_pools():
+def test_a_model_either_samples_or_pools():
     samples = EngineCoreRequest("a", [1], SamplerParams(), 1)
     assert wrong_kind(samples, samples=True) is wrong_kind(request("a", 1), samples=False) is None
     assert "cannot pool" in str(wrong_kind(request("a", 1), samples=True))

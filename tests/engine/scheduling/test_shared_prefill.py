@@ -88,7 +88,7 @@ def test_n_answers_compute_their_prompt_once(budget, chunk, depth):
     core.check_idle()
 
 
-def test_their_blocks_are_the_same_ones():
+def test_n_answers_share_the_blocks_of_their_prompt():
     core = make_core(num_blocks=64, max_model_len=64, steps_in_flight=1)
     add(core, siblings(8, list(range(41)), 3))
     core.step()
@@ -300,7 +300,7 @@ def test_a_follower_continues_when_its_leader_is_preempted():
     core.check_idle()
 
 
-def test_waiting_costs_one_lookup_a_step(monkeypatch):
+def test_waiting_needs_one_lookup_per_step(monkeypatch):
     """A waiting request looks its prefix up when its leader has made progress, not at every
     step."""
     core = make_core(num_blocks=64, max_model_len=200, max_chunk_tokens=1, steps_in_flight=1)

@@ -60,7 +60,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     coordinator.close()
 
 
-def test_an_engine_listens_at_the_interface_and_has_its_part_of_the_host(shell: Any) -> None:
+def test_an_engine_listens_at_the_interface_and_has_its_share_of_the_host(shell: Any) -> None:
     ready = shell.start(None, shell._config, "1-a")
     host, _, port = ready.address.tcp.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1" and int(port) in PORTS[len(PORTS) // 4 :]
@@ -88,7 +88,7 @@ def answer(shell: Any, ready: EngineReady) -> list[int]:
     return tokens
 
 
-def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: Path) -> None:
+def test_a_reloaded_engine_has_a_new_incarnation(shell: Any, tmp_path: Path) -> None:
     """An engine that loads other weights gets another address, so that a client that has not
     noticed the change receives no output of the new weights."""
     folder = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
@@ -111,7 +111,7 @@ def test_an_engine_gets_other_weights_and_is_another_one(shell: Any, tmp_path: P
     assert not watching.is_alive(), "few calls may be under way at a time"
 
 
-def test_a_server_that_cannot_be_made_ends_the_process(
+def test_a_server_that_cannot_be_created_stops_the_process(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that cannot be created terminates the process. Otherwise a core would be left
@@ -134,9 +134,7 @@ def test_a_server_that_cannot_be_made_ends_the_process(
     core.shutdown()
 
 
-def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
-    shell: Any, tmp_path: Path
-) -> None:
+def test_an_engine_keeps_its_weights_if_new_ones_are_unusable(shell: Any, tmp_path: Path) -> None:
     folder = copy_of(tmp_path / "broken", lose_a_tensor)
     before = answer(shell, first := shell.start(None, shell._config, "1-a"))
     with pytest.raises(NewWeightsRefused, match=r"norm\.weight"):
@@ -147,7 +145,7 @@ def test_weights_that_cannot_be_used_leave_an_engine_with_its_own(
     assert shell.start(None, shell._config, "1-a") == second
 
 
-def test_an_engine_that_has_failed_or_hangs_gets_no_weights(
+def test_a_failed_or_hanging_engine_is_not_reloaded(
     shell: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that has failed or hangs loads no new weights: its process exits, and another one

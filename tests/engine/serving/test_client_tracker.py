@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 SILENCE_S = 8.0
 
 
-def test_a_client_that_says_nothing_is_dropped_once() -> None:
+def test_a_silent_client_is_dropped_once() -> None:
     clients = ClientTracker(SILENCE_S)
     for second in range(30):
         clients.advance(float(second))
@@ -21,7 +21,7 @@ def test_a_client_that_says_nothing_is_dropped_once() -> None:
         assert clients.drop_silent() == ([b"dead"] if second == SILENCE_S + 1 else [])
 
 
-def test_time_in_which_the_loop_could_not_listen_is_no_silence() -> None:
+def test_time_while_the_loop_could_not_listen_is_not_silence() -> None:
     """Time in which the loop could not receive does not count as silence, as in two repairs of a
     minute each."""
     clients = ClientTracker(SILENCE_S)
@@ -36,7 +36,7 @@ def test_time_in_which_the_loop_could_not_listen_is_no_silence() -> None:
     assert clients.drop_silent() == []
 
 
-def test_a_client_that_is_heard_right_after_a_late_turn_is_kept() -> None:
+def test_a_client_that_sends_right_after_a_late_turn_is_kept() -> None:
     clients = ClientTracker(SILENCE_S)
     clients.advance(0.0)
     clients.on_message(b"a", 0.0)

@@ -238,7 +238,7 @@ def test_requests_are_answered_with_their_own_tokens(engine) -> None:
     client.wait_until_idle()
 
 
-def test_two_clients_do_not_cross(engine) -> None:
+def test_answers_of_two_clients_are_not_mixed(engine) -> None:
     clients = [engine.client(), engine.client()]
     requests = [[request(f"c{c}-{i}", [c, i], seed=c) for i in range(6)] for c in (0, 1)]
     for pair in zip(*requests, strict=True):
@@ -355,7 +355,7 @@ def test_an_unknown_service_is_answered_with_the_known_ones(engine) -> None:
     assert "check_idle" in failure and "report" in failure
 
 
-def test_an_exception_of_a_service_is_its_answer(engine) -> None:
+def test_an_exception_of_a_service_is_returned_to_its_caller(engine) -> None:
     client = engine.client()
     client.send(request("long", [1], max_tokens=LONG))
     client.receive_until(lambda: bool(client.tokens))
@@ -377,7 +377,7 @@ def test_a_report_can_be_requested(engine) -> None:
     client.send(AbortRequests(["long"]))
 
 
-def test_calls_of_two_clients_with_one_id_do_not_cross(engine) -> None:
+def test_calls_of_two_clients_with_one_id_are_not_mixed(engine) -> None:
     clients = [engine.client(), engine.client()]
     clients[0].send(UtilityCall(1, "report"))
     clients[1].send(UtilityCall(1, "nonsense"))
@@ -414,7 +414,7 @@ def test_an_idle_engine_sends_only_heartbeats(engine, coordinator) -> None:
     assert len(reports.received) <= most + 3
 
 
-def test_a_busy_engine_reports_on_its_deadline_and_not_on_every_step(engine, coordinator) -> None:
+def test_a_busy_engine_reports_by_interval_and_not_on_every_step(engine, coordinator) -> None:
     client, reports = engine.client(), Reports(coordinator)
     client.send(request("long", [1], max_tokens=LONG))
     client.receive_until(lambda: bool(client.tokens))

@@ -43,7 +43,7 @@ class Loop:
         return due
 
 
-def test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit() -> None:
+def test_a_step_that_hangs_without_a_coordinator_is_abandoned_after_the_limit() -> None:
     loop = Loop()
     loop.turns(10.0, progresses=True, heard=True)
     begun = loop.now
@@ -51,42 +51,42 @@ def test_a_step_that_hangs_without_a_coordinator_is_left_after_the_limit() -> No
     assert loop.turns(3 * TURN_S)[0] <= begun + LIMIT_S + 2 * TURN_S
 
 
-def test_it_is_due_again_if_that_failed() -> None:
+def test_a_failed_attempt_to_serve_standalone_is_repeated() -> None:
     loop = Loop()
     assert len(loop.turns(4 * LIMIT_S)) == 3
 
 
-def test_a_coordinator_that_speaks_decides() -> None:
+def test_with_a_coordinator_an_engine_never_serves_standalone() -> None:
     assert Loop().turns(10 * LIMIT_S, heard=True) == []
     assert Loop().turns(10 * LIMIT_S, Phase.OUT, heard=True) == []
 
 
-def test_a_group_that_steps_goes_on() -> None:
+def test_an_engine_of_a_stepping_group_stays_in_it() -> None:
     assert Loop().turns(10 * LIMIT_S, progresses=True) == []
 
 
-def test_a_pause_that_nobody_ends_is_left() -> None:
+def test_a_pause_without_a_coordinator_is_left() -> None:
     assert Loop().turns(2 * LIMIT_S, Phase.PAUSED)
 
 
 @pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.ALONE])
-def test_an_engine_that_waits_for_nothing_is_left_as_it_is(phase: Phase) -> None:
+def test_an_engine_without_work_stays_in_its_group(phase: Phase) -> None:
     assert Loop().turns(10 * LIMIT_S, phase) == []
 
 
-def test_an_engine_whose_group_broke_during_the_silence_goes_soon() -> None:
+def test_an_engine_whose_group_broke_during_the_silence_serves_soon() -> None:
     loop = Loop()
     loop.turns(2 * LIMIT_S, Phase.STOPPED)
     begun = loop.now
     assert loop.turns(LIMIT_S, Phase.OUT)[0] <= begun + LIMIT_S / 4 + 2 * TURN_S
 
 
-def test_neither_in_a_pause_nor_outside_of_the_group() -> None:
+def test_a_paused_or_excluded_engine_never_serves_standalone() -> None:
     assert Loop().turns(10 * LIMIT_S, may_serve=False) == []
     assert Loop().turns(10 * LIMIT_S, Phase.OUT, may_serve=False) == []
 
 
-def test_not_without_room_for_all_experts() -> None:
+def test_an_engine_without_room_for_all_experts_never_serves_standalone() -> None:
     config = ClusterConfig(stall_timeout_s=LIMIT_S, min_engines=2)
     assert Loop(config).turns(10 * LIMIT_S) == []
 
