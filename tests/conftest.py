@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 
 import pytest
 
+from swell.cluster.text.params import sampling_params
 from swell.configs.runtime import process
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
@@ -61,6 +64,21 @@ def _tests_stay_excluded(monkeypatch: pytest.MonkeyPatch) -> None:
     because no engine of a test is excluded."""
     for module in ("swell.worker.memory.sleep", "swell.worker.worker"):
         monkeypatch.setattr(f"{module}.collect_frozen", gc.collect)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes a test draw the same numbers in every run, from generators that start with its id.
+    Requests without a seed get theirs from one too. Otherwise the tokens of a run would decide a
+    test: one sampled end token in 50 would finish a request that should wait."""
+    name = request.node.nodeid
+    seeds = random.Random(name)
+    random.seed(name)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seeds.getrandbits(63))
+    monkeypatch.setattr(
+        sampling_params, "random_seed", lambda: seeds.getrandbits(sampling_params.SEED_BITS)
+    )
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -40,6 +40,9 @@ LONG_FILES = (
 )
 """The files that take longest, longest first. `pytest --slowest-files 40` shows them."""
 PRIORITY = 10
+KEEPS_PRIORITY = "SWELL_TEST_KEEPS_PRIORITY"
+"""The environment variable with which all tests run with normal priority: beside a load, tests of
+low priority would hardly run."""
 
 
 def unit(test_id: str) -> str:
@@ -80,7 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Lowers the priority before the first test that does not start Ray. Tests that start Ray come
     first in their process and run with normal priority."""
-    if is_one_of_several(item.config) and not starts_ray(item.nodeid):
+    keeps = KEEPS_PRIORITY in os.environ or starts_ray(item.nodeid)
+    if is_one_of_several(item.config) and not keeps:
         lower_priority()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -56,7 +55,8 @@ from swell.cluster.api.store.response_store import (
     StoreKey,
 )
 from swell.cluster.api.store.store_calls import store_key
-from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, bad_value
+from swell.cluster.text.params import sampling_params
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.configs.runtime.secret import HoldsSecrets, SecretText
 
@@ -125,7 +125,7 @@ class ResponseRoutes:
             response.id, response.created_at = f"resp_{identity.id}", identity.created
         found = await self._previous_response(context.owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same tokens
-            body.seed = secrets.randbits(SEED_BITS)
+            body.seed = sampling_params.random_seed()
         size = context.body_bytes + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._services.offloads.bodies.run_sized(
             size, _conversation, body, found

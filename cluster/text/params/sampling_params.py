@@ -157,6 +157,11 @@ def internal_request_id(external_req_id: str) -> str:
     return f"{external_req_id}-{secrets.token_hex(8)}"
 
 
+def random_seed() -> int:
+    """Returns the seed of a request that does not set one."""
+    return secrets.randbits(SEED_BITS)
+
+
 def sampler_params(
     params: SamplingParams, child_index: int = 0, bad_words: list[list[int]] | None = None
 ) -> SamplerParams:
@@ -174,9 +179,7 @@ def sampler_params(
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
         seed=(
-            secrets.randbits(SEED_BITS)
-            if params.seed is None
-            else (params.seed + child_index) % 2**SEED_BITS
+            random_seed() if params.seed is None else (params.seed + child_index) % 2**SEED_BITS
         ),
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
