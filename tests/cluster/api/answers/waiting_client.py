@@ -16,8 +16,14 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "seed"
 REQUESTS: dict[str, dict[str, Any]] = {
     "/v1/completions": body([5, 6], 4),
     "/v1/chat/completions": {**CHAT, "max_tokens": 4, "ignore_eos": True},
-    "/v1/messages": {"model": "fake", "messages": CHAT["messages"], "max_tokens": 4},
-    "/v1/responses": {"model": "fake", "input": "hi", "max_output_tokens": 4, "store": False},
+    "/v1/messages": {**CHAT, "max_tokens": 4},
+    "/v1/responses": {
+        "model": "fake",
+        "input": "hi",
+        "max_output_tokens": 4,
+        "seed": 3,
+        "store": False,
+    },
 }
 
 
