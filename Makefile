@@ -11,7 +11,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
     "make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 CONFORMANCE := .venv-judges
 
-.PHONY: setup demo test test-fast test-slow test-random simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale test-gpu judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,11 @@ RUNS ?= 5
 test-random: setup
 	for run in $$(seq $(RUNS)); do \
 	  $(BIN)/python -m pytest -m "hypothesis and not gpu and not slow_variants" --hypothesis-profile random || exit 1; done
+
+# All tests under load: next to eight busy processes, in processes that stall at random: over an hour. A result that differs from
+# that of `make test` is a defect of the test, or a race of the product.
+test-loaded: setup
+	$(BIN)/python -m tests.loaded -- $(SHARED) -m "not gpu and not slow_variants"
 
 # The whole control plane on a virtual clock, with random faults: 10 000 new seeds each day, in two processes of some
 # two to three minutes. A seed that breaks a law: python -m tests.simulator --one SEED --shrink

@@ -41,7 +41,7 @@ LONG_FILES = (
 """The files that take longest, longest first. `pytest --slowest-files 40` shows them."""
 PRIORITY = 10
 KEEPS_PRIORITY = "SWELL_TEST_KEEPS_PRIORITY"
-"""The environment variable with which all tests run with normal priority: beside a load, tests of
+"""The environment variable with which all tests run with normal priority: under load, tests of
 low priority would hardly run."""
 
 

@@ -1,4 +1,4 @@
-"""Runs pytest with the arguments after `--`, beside busy processes, and with stalls.
+"""Runs pytest with the arguments after `--` while other processes are busy, and with stalls.
 
 python -m tests.loaded -- -n 3 -m "not gpu and not slow_variants" tests/cluster
 """
