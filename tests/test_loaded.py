@@ -17,8 +17,8 @@ if child:
 print(names + [thread.name for thread in threading.enumerate()])
 """
 STARTER = f"""
-import subprocess, sys
-busy = subprocess.Popen([sys.executable, "-S", "-c", {BUSY!r}], stdout=sys.stdout)
+import os, subprocess, sys
+busy = subprocess.Popen([sys.executable, "-S", "-c", {BUSY!r}, str(os.getpid())])
 print(busy.pid, flush=True)
 """
 

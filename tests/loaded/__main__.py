@@ -15,8 +15,8 @@ from tests.sharing import KEEPS_PRIORITY
 from tests.support.paths import ROOT
 
 STALLS = Path(__file__).parent / "stalls"
-BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent:\n    sum(range(10**6))"
-"""The program of a busy process. It ends after the process that started it."""
+BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(10**6))"
+"""The program of a busy process. It ends after its parent, whose id it gets as an argument."""
 
 
 def main() -> int:
@@ -26,7 +26,8 @@ def main() -> int:
     args = parser.parse_args()
     path = os.pathsep.join(filter(None, (str(STALLS), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, KEEPS_PRIORITY: "1"}
-    busy = [subprocess.Popen([sys.executable, "-S", "-c", BUSY]) for _ in range(args.busy)]
+    busy_command = [sys.executable, "-S", "-c", BUSY, str(os.getpid())]
+    busy = [subprocess.Popen(busy_command) for _ in range(args.busy)]
     try:
         command = [sys.executable, "-m", "pytest", *args.pytest]
         return subprocess.call(command, cwd=ROOT, env=environment)

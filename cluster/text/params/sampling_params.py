@@ -178,9 +178,7 @@ def sampler_params(
         top_k=max(params.top_k, 0) if params.top_p else 1,
         top_p=float(params.top_p) or 1.0,
         min_p=float(params.min_p),
-        seed=(
-            random_seed() if params.seed is None else (params.seed + child_index) % 2**SEED_BITS
-        ),
+        seed=(random_seed() if params.seed is None else (params.seed + child_index) % 2**SEED_BITS),
         repetition_penalty=float(params.repetition_penalty),
         frequency_penalty=float(params.frequency_penalty),
         presence_penalty=float(params.presence_penalty),
