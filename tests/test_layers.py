@@ -187,7 +187,7 @@ def named_modules(name: str) -> Iterator[str]:
 FILES = our_files()
 
 
-def test_the_law_sees_files_of_every_floor() -> None:
+def test_the_rules_cover_files_of_every_layer() -> None:
     assert {name.partition("/")[0] for name in FILES} == set(FLOORS)
     assert len(FILES) > 60
     assert "swell.worker.wire" in set(imports("engine/scheduling/scheduler.py"))
@@ -209,7 +209,7 @@ def test_imports_run_downward_only() -> None:
     assert upward == []
 
 
-def test_libraries_stay_on_their_floors() -> None:
+def test_libraries_stay_in_their_layers() -> None:
     strays = []
     for name in FILES:
         for module in imports(name):
@@ -254,7 +254,7 @@ def _on_a_runtime() -> list[str]:
     ]
 
 
-def test_only_shells_know_the_machine() -> None:
+def test_only_shells_access_the_machine() -> None:
     """Otherwise the simulator could not run the code with a virtual clock."""
     found = {}
     for name in _on_a_runtime():
@@ -298,7 +298,7 @@ def test_no_module_imports_a_script() -> None:
         assert not scripts & set(imports(name)), name
 
 
-def test_the_law_names_only_what_exists() -> None:
+def test_every_exception_in_the_rules_is_needed() -> None:
     """A permission that no file needs any more must be removed."""
     for library, homes in LIBRARIES.items():
         for home in homes:
@@ -310,7 +310,7 @@ def _roots(name: str) -> set[str]:
     return {module.partition(".")[0] for module in imports(name)}
 
 
-def test_the_door_of_kernels_is_empty() -> None:
+def test_the_kernels_package_file_is_empty() -> None:
     """`kernels` is also the name of a Hugging Face package, and other libraries probe for it."""
     assert list(imports("kernels/__init__.py")) == []
 

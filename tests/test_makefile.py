@@ -42,7 +42,7 @@ def make(folder: Path, *, is_old: bool) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_python_that_is_too_old_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+def test_an_old_python_is_refused_before_anything_is_created(tmp_path: Path) -> None:
     done = make(tmp_path, is_old=True)
     assert done.returncode != 0 and not (tmp_path / "venv").exists()
     assert "Python 3.10.13, and Swell needs Python 3.11 or later" in done.stderr
@@ -60,7 +60,7 @@ def test_an_environment_of_an_older_python_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "venv" / ".installed").exists()
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_required_python_version_is_that_of_the_package() -> None:
     needed = re.search(r'requires-python = ">=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert needed is not None
     major, minor = needed.groups()

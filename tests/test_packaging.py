@@ -69,7 +69,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
+def test_the_wheel_contains_every_file_of_swell(wheel: Path) -> None:
     wanted = {
         path.relative_to(ROOT).as_posix()
         for floor in FLOORS
@@ -86,7 +86,7 @@ def test_the_wheel_holds_every_file_of_ours(wheel: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
+def test_a_built_wheel_is_importable(wheel: Path, tmp_path: Path) -> None:
     code = (
         "import swell.cluster.local, swell.cluster.cli.main, swell.kernels;"
         "import swell.engine.core as module;"
@@ -105,7 +105,7 @@ def test_the_wheel_is_what_is_imported(wheel: Path, tmp_path: Path) -> None:
     assert run.stdout.strip() == str(wheel / "swell" / "engine" / "core.py")
 
 
-def test_the_package_alone_imports_no_library() -> None:
+def test_importing_the_package_imports_no_library() -> None:
     code = (
         "import sys, swell;"
         "assert not {'torch', 'ray', 'msgspec'} & set(sys.modules);"

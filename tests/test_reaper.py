@@ -63,7 +63,7 @@ def test_processes_of_a_killed_test_process_are_ended(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_this_process_is_watched() -> None:
+def test_this_test_process_is_watched() -> None:
     """`tests/conftest.py` started the reaper before the first test."""
     assert "SPT_NOENV" in os.environ
     marked = subprocess.Popen([sys.executable, "-c", SLEEPER])

@@ -68,7 +68,7 @@ def named_as_secrets() -> list[tuple[str, str, str]]:
     return found
 
 
-def test_what_is_named_as_secrets_are_has_a_type_of_secrets() -> None:
+def test_fields_named_like_secrets_have_a_secret_type() -> None:
     unknown = [
         one
         for one in named_as_secrets()
@@ -111,7 +111,7 @@ def test_no_text_of_a_holder_shows_its_secret(holder: Holder) -> None:
         assert not shows(text, SECRET), f"{way}: {text[:300]}"
 
 
-def test_structs_with_secrets_are_among_them() -> None:
+def test_structs_with_secrets_are_checked() -> None:
     """Structs are found by their runtime types, which shows that SECRET_TYPES is complete."""
     known = {one.name for one in holders()}
     for file in FILES:
@@ -160,7 +160,7 @@ class Outer(msgspec.Struct):
     inner: Inner
 
 
-def test_a_struct_hides_its_secret_fields_alone() -> None:
+def test_a_struct_hides_only_its_secret_fields() -> None:
     value = Inner("n", SECRET, SECRET.decode(), [SECRET.decode()])
     assert repr(value) == f"Inner(name='n', key={HIDDEN}, other={HIDDEN}, many={HIDDEN})"
     assert not any(shows(text, SECRET) for _, text in texts_of(Outer(value)))

@@ -56,7 +56,7 @@ waiting.set()
 """
 
 
-def test_a_file_is_a_unit_and_what_starts_ray_is_one() -> None:
+def test_a_file_is_a_unit_and_all_files_that_start_ray_are_one() -> None:
     assert (
         sharing.unit("tests/worker/comm/test_mesh.py::test_a[1]")
         == "tests/worker/comm/test_mesh.py"
@@ -86,7 +86,7 @@ def test_ray_comes_first_and_then_the_long_files() -> None:
         ("", "pytestmark = pytest.mark.slow\n", False),
     ],
 )
-def test_files_of_slow_tests_are_not_imported_where_these_are_excluded(
+def test_files_of_excluded_slow_tests_are_not_imported(
     tmp_path: Path, expression: str, source: str, is_ignored: bool
 ) -> None:
     path = tmp_path / "test_new.py"
@@ -132,7 +132,7 @@ def imported_names(path: Path) -> set[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
-def test_every_thread_and_the_session_get_the_low_priority() -> None:
+def test_every_thread_and_the_session_have_the_low_priority() -> None:
     run = subprocess.run(
         [sys.executable, "-c", TWO_THREADS], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 # ---------------------------------------------------------------------------------- figures
 
 
-def test_the_ratio_is_that_of_pairs_and_its_median_decides() -> None:
+def test_the_median_ratio_of_pairs_decides() -> None:
     """The ratio is that of pairs, and its median decides. A slow round slows both: 100 / 50 and 10
     / 4 belong together, 100 / 4 is meaningless."""
     figure = Figure("tokens/s", [100.0, 10.0, 90.0], "vLLM", [50.0, 4.0, 60.0], at_least=2.0)
@@ -35,13 +35,13 @@ def test_the_ratio_is_that_of_pairs_and_its_median_decides() -> None:
     assert Figure("tokens/s", [99.0], "vLLM", [50.0], at_least=2.0).met is False
 
 
-def test_without_a_reference_the_bound_is_on_the_number() -> None:
+def test_without_a_reference_the_bound_applies_to_the_number() -> None:
     assert Figure("start, s", [14.0, 16.0, 13.0], at_most=15.0).met is True
     assert Figure("start, s", [14.0, 16.0, 17.0], at_most=15.0).met is False
     assert Figure("start, s", [99.0]).met is None
 
 
-def test_rounds_without_a_partner_are_no_pairs() -> None:
+def test_rounds_without_a_partner_are_dropped() -> None:
     with pytest.raises(ValueError, match="shorter"):
         results.ratios([1.0, 2.0], [1.0])
 
@@ -72,7 +72,7 @@ def test_a_row_has_both_sides_ratio_spread_target_and_whether_it_is_met() -> Non
     assert second == ("case", "start to ready, s", "12.0", "", "", "", "", "<= 15.0", "met")
 
 
-def test_the_page_keeps_what_is_around_the_markers(tmp_path: Path) -> None:
+def test_the_page_keeps_the_text_around_the_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"before\n{START}old\n{marked_page.END}after\n")
     report.write_markdown(page, {"case": result(problems=["vllm ended"])})
@@ -145,7 +145,7 @@ def test_the_model_is_made_once_and_every_token_is_a_word(
     assert tokenizer.decode(tokenizer.encode("grüße the tea").ids) == "grüße the tea"
 
 
-def test_bytes_of_a_shape_are_those_of_its_weights() -> None:
+def test_the_bytes_of_a_shape_equal_those_of_its_weights() -> None:
     shape = models.SHAPES["dot"]
     matrices = [t for t in models.weights(shape).values() if t.dim() == 2]
     assert shape.weight_bytes == sum(t.numel() * 4 for t in matrices)
@@ -247,7 +247,7 @@ def test_a_peer_that_dies_is_left_out_with_its_error(play: Play) -> None:
     assert turns.problems == ["peer ended (exit code 1)"]
 
 
-def test_a_failure_of_ours_raises_and_all_contenders_end(play: Play) -> None:
+def test_a_failure_of_swell_raises_and_stops_all_contenders(play: Play) -> None:
     ours, peer = play(OURS, DIES), play("peer", GOOD)
     pids: list[int] = []
 
@@ -264,7 +264,7 @@ def test_a_failure_of_ours_raises_and_all_contenders_end(play: Play) -> None:
     assert len(set(pids)) == 2 and all(is_gone(pid) for pid in pids)
 
 
-def test_contenders_that_are_not_at_turn_are_stopped(play: Play) -> None:
+def test_contenders_that_do_not_run_are_stopped(play: Play) -> None:
     ours, peer = play(OURS, GOOD), play("peer", GOOD)
 
     def turn(player: Player) -> Numbers:
@@ -278,7 +278,7 @@ def test_contenders_that_are_not_at_turn_are_stopped(play: Play) -> None:
 
 
 @pytest.mark.parametrize("program", [LEAVES_ONE, ORPHANS_ONE])
-def test_processes_that_a_child_started_end_with_it(
+def test_processes_of_a_child_are_stopped_with_it(
     play: Play, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.benchmarks.children._STOP_S", 0.2)

@@ -127,7 +127,7 @@ def test_every_form_of_answer_is_read_whole(fake: FakeServer) -> None:
         assert answer.engines in ("0", "0,1")
 
 
-def test_a_healthy_server_has_no_wrong_answers_and_every_stream_is_kept_busy(
+def test_a_healthy_server_has_no_wrong_answers_and_all_streams_are_busy(
     fake: FakeServer,
 ) -> None:
     right = right_answers(fake)
@@ -143,7 +143,7 @@ def test_a_healthy_server_has_no_wrong_answers_and_every_stream_is_kept_busy(
     assert result.pause_s > 0 and result.examples == []
 
 
-def test_refused_requests_have_failed(fake: FakeServer) -> None:
+def test_refused_requests_count_as_failed(fake: FakeServer) -> None:
     right = right_answers(fake)
     fake.requests.clear()
     fake.fail_every = 3
@@ -159,7 +159,7 @@ def test_refused_requests_have_failed(fake: FakeServer) -> None:
     assert "503" in result.examples[0]
 
 
-def test_a_stream_without_its_end_has_failed_though_its_text_is_right(fake: FakeServer) -> None:
+def test_a_stream_without_its_end_counts_as_failed(fake: FakeServer) -> None:
     right = right_answers(fake)
     fake.cut_short = True
     streamed = sum(bool(request.body.get("stream")) for request in REQUESTS)
@@ -167,7 +167,7 @@ def test_a_stream_without_its_end_has_failed_though_its_text_is_right(fake: Fake
     assert (result.failed, result.cut, result.wrong) == (streamed, 0, 0)
 
 
-def test_a_closed_loop_goes_on_until_finish(fake: FakeServer) -> None:
+def test_a_closed_loop_runs_until_finish(fake: FakeServer) -> None:
     async def work() -> tuple[int, int, int]:
         running = Load([fake.url], REQUESTS, 4)
         running.start()
@@ -202,7 +202,7 @@ def cut_server(head: bytes) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize(("text", "wrong"), [("ab", 0), ("xy", 1), ("", 0)])
-def test_a_cut_connection_is_cut_and_what_came_must_be_right(text: str, wrong: int) -> None:
+def test_a_cut_connection_is_counted_and_its_partial_answer_checked(text: str, wrong: int) -> None:
     chunk = b'data: {"choices": [{"text": "%s"}]}\n\n' % text.encode()
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (
         len(chunk),
@@ -360,7 +360,7 @@ def test_processes_killed_together_are_all_found_before_the_first_signal(
         other.wait()
 
 
-def test_sets_of_kills_are_rows() -> None:
+def test_each_set_of_kills_is_a_row() -> None:
     sets = [fault for name, fault in fault_types.FAULTS.items() if "+" in name]
     assert {"kill-engine+manager", "kill-engines+manager+coordinator"} <= {e.name for e in sets}
     assert all(fault.cuts_connections == ("ingress" in fault.name) for fault in sets)
@@ -396,7 +396,7 @@ def test_a_victim_that_does_not_exist_is_not_reached() -> None:
         asyncio.run(fault_types.FAULTS["kill-coordinator"].act(None, state, random.Random(0)))  # type: ignore[arg-type]
 
 
-def test_a_soak_is_the_same_for_a_seed_and_stays_near_its_size() -> None:
+def test_a_soak_is_deterministic_and_stays_near_its_size() -> None:
     known = list(fault_types.FAULTS.values())
     faults = command.random_faults(known, 300, seed=1)
     assert (
@@ -430,7 +430,7 @@ def result(failed: int) -> Result:
     return Result("dense", ["a.b=1"], [cell])
 
 
-def test_a_page_gets_its_table_between_its_markers_only(tmp_path: Path) -> None:
+def test_a_page_changes_only_between_its_markers(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("head\n<!-- dense -->\nold\n<!-- end -->\ntail\n<!-- end -->\n")
     for _ in range(2):

@@ -151,7 +151,7 @@ def test_a_slow_link_passes_packets_at_its_rate(bare: Hosts) -> None:
     echo.must_answer("fast")
 
 
-def test_a_host_that_is_lost_says_nothing_and_comes_back_empty(bare: Hosts) -> None:
+def test_a_lost_host_sends_nothing_and_returns_empty(bare: Hosts) -> None:
     echo = Echo(bare, 1)
     assert bare.pids(1) == [echo.process.pid] and bare.named(1, "recvfrom")
     bare.lose(1)
@@ -163,7 +163,7 @@ def test_a_host_that_is_lost_says_nothing_and_comes_back_empty(bare: Hosts) -> N
 
 
 @pytest.mark.parametrize("keep", ["", "1"])
-def test_a_host_that_comes_back_has_no_file_of_its_ray(
+def test_a_returned_host_has_no_file_of_its_ray(
     bare: Hosts, monkeypatch: pytest.MonkeyPatch, keep: str
 ) -> None:
     monkeypatch.setenv("SWELL_KEEP_LOGS", keep)
@@ -223,7 +223,7 @@ def test_faults_hit_the_host_that_they_name() -> None:
     assert not asyncio.run(HOST_FAULTS["slow-host"].act(monitor, state, rng)).unreached
 
 
-def test_the_head_is_lost_only_if_its_state_is_kept() -> None:
+def test_only_a_head_with_kept_state_is_lost() -> None:
     hosts = FakeHosts({5: 1, 6: 1, 7: 2})
     monitor, state = monitor_of(hosts), state_of(5, [6, 7])
     with pytest.raises(NotReached, match="Redis"):
@@ -233,14 +233,14 @@ def test_the_head_is_lost_only_if_its_state_is_kept() -> None:
     assert hosts.done == [("lose", 0)] and effect.undo is not None
 
 
-def test_a_control_host_without_engines_is_none_to_hit() -> None:
+def test_faults_avoid_a_control_host_without_engines() -> None:
     monitor = monitor_of(FakeHosts({5: 0, 6: 1, 7: 2}))
     act = HOST_FAULTS["cut-control-host"].act
     with pytest.raises(NotReached, match="host 0"):
         asyncio.run(act(monitor, state_of(5, [6, 7]), random.Random(0)))
 
 
-def test_a_storm_hits_another_host_where_the_head_has_the_coordinator() -> None:
+def test_a_storm_hits_another_host_if_the_head_has_the_coordinator() -> None:
     hosts = FakeHosts({5: 0, 6: 1, 7: 2})
     monitor = monitor_of(hosts)
 
@@ -312,7 +312,7 @@ def test_only_the_loss_of_a_host_cuts_connections() -> None:
     )
 
 
-def test_a_host_is_parted_from_the_head_alone_and_nobody_may_be_ended() -> None:
+def test_a_host_is_parted_only_from_the_head_and_no_process_may_be_killed() -> None:
     hosts = FakeHosts({5: 1, 6: 1, 7: 2})
     hosts.part = lambda first, second: hosts.done.append(("part", first, second))
     monitor, state = monitor_of(hosts), state_of(5, [6, 7])
@@ -350,7 +350,7 @@ def test_a_replica_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch)
 # ---------------------------------------------------------------- readers
 
 
-def test_an_address_that_takes_no_connection_is_passed_over() -> None:
+def test_an_address_without_a_listener_is_skipped() -> None:
     with socket.socket() as closed, fake_server.running() as fake:
         closed.bind(("127.0.0.1", 0))
         dead = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -369,7 +369,7 @@ def test_an_address_that_takes_no_connection_is_passed_over() -> None:
         assert answer.error is not None and answer.refused and not answer.cut
 
 
-def test_the_wait_for_the_next_chunk_counts_readers_that_are_reached() -> None:
+def test_the_wait_for_the_next_chunk_counts_reachable_readers() -> None:
     streaming = Answer(0, 1.0, url="a", chunks_s=[2.0, 3.0, 5.05, 9.0, 9.5])
     lost = Answer(1, 1.0, url="b", chunks_s=[2.0, 20.0])
     whole, ended = Answer(2, 1.0, url="a"), Answer(3, 1.0, url="a", chunks_s=[2.0])
@@ -391,7 +391,7 @@ def test_percentiles() -> None:
 # ---------------------------------------------------------------- the command
 
 
-def test_what_is_not_said_is_everything_that_fits() -> None:
+def test_unspecified_options_select_everything_that_fits() -> None:
     def choose(*words: str) -> Any:
         args = command.parser().parse_args(words)
         command._choose(args)
@@ -407,7 +407,7 @@ def test_what_is_not_said_is_everything_that_fits() -> None:
     assert choose("--set", "a.b=1").setups[0].settings[-1] == "a.b=1"
 
 
-def test_cells_are_saved_as_they_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cells_are_saved_when_they_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     counts = load.LoadResult(answers=9, failed=0, cut=0, wrong=0, pause_s=0.2, moved=1)
     path = tmp_path / "r.json"
 
@@ -425,14 +425,14 @@ def test_cells_are_saved_as_they_end(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         command.main([*words, "--json", str(path)])
 
 
-def test_half_of_the_faults_of_a_storm_over_hosts_are_of_hosts() -> None:
+def test_half_of_the_faults_of_a_host_storm_hit_hosts() -> None:
     args = command.parser().parse_args(["--hosts", "--storm", "200"])
     command._choose(args)
     faults = command.random_faults(args.rows, 200, seed=1)
     assert 80 < sum(fault.hits_host for fault in faults) < 120
 
 
-def test_hosts_that_may_not_be_made_end_the_command(
+def test_the_command_exits_if_hosts_may_not_be_created(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(hosts_module, "refusal", lambda: "not here")
@@ -442,6 +442,6 @@ def test_hosts_that_may_not_be_made_end_the_command(
     assert "not here" in capsys.readouterr().err
 
 
-def test_a_cluster_of_one_host_has_no_faults_of_hosts() -> None:
+def test_a_cluster_of_one_host_has_no_host_faults() -> None:
     with pytest.raises(NotReached, match="one host"):
         host_faults._cluster(SimpleNamespace(cluster=None))  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ OF_TRANSFORMERS = (
 
 
 @pytest.mark.parametrize("family", [*NATIVE, *GENERIC, *OF_TRANSFORMERS])
-def test_greedy_answers(family, tmp_path):
+def test_greedy_answers_equal_the_reference(family, tmp_path):
     tiny_models.make(tmp_path, family)
     wanted = truth(tmp_path)
     for depth in (1, 3):
@@ -55,7 +55,7 @@ def test_greedy_answers(family, tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_drafts_by_the_same_model(depth, tmp_path):
+def test_drafts_by_the_same_model_are_accepted(depth, tmp_path):
     tiny_models.make(tmp_path, "llama-llama3")
     drafts = {"drafts__method": "model", "drafts__model": {"path": str(tmp_path)}}
     with Engine(
@@ -67,7 +67,7 @@ def test_drafts_by_the_same_model(depth, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["none", "model"])
-def test_memory_is_given_back(tmp_path, method):
+def test_memory_is_freed(tmp_path, method):
     tiny_models.make(tmp_path, "llama")
     before = allocated()
     small = {"path": str(tmp_path)} if method == "model" else None
@@ -81,7 +81,7 @@ def test_memory_is_given_back(tmp_path, method):
 
 @pytest.mark.parametrize("family", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("params", [SamplerParams(), SamplerParams(temperature=1.0, logprobs=1)])
-def test_nan_logits_end_their_request_alone(family, params, tmp_path):
+def test_nan_logits_fail_only_their_request(family, params, tmp_path):
     """NaN logits terminate only their own request. NaN is detected on the device, without a host
     sync before the tokens are read."""
     tiny_models.make(tmp_path, family)

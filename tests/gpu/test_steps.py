@@ -78,7 +78,7 @@ SAMPLERS = {
 @pytest.mark.parametrize("offload", [0, 4_000_000])
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
-def test_a_step_waits_for_nothing(
+def test_a_step_does_not_synchronize(
     family: str, drafts: str, offload: int, tmp_path: Path, waits: Waits
 ) -> None:
     tiny_models.make(tmp_path, family)
@@ -100,7 +100,7 @@ def test_a_step_waits_for_nothing(
 
 
 @pytest.mark.parametrize("family", ["bert", "qwen3"])
-def test_a_step_that_pools_waits_for_nothing(family: str, tmp_path: Path, waits: Waits) -> None:
+def test_a_pooling_step_does_not_synchronize(family: str, tmp_path: Path, waits: Waits) -> None:
     make_pooled(tmp_path, family, modes={"pooling_mode_mean_tokens": True})
     params = SamplerParams(pooling=PoolingParams())
     requests = [EngineCoreRequest(str(i), [5] * 20, params, 0) for i in range(20)]
@@ -112,7 +112,7 @@ def test_a_step_that_pools_waits_for_nothing(family: str, tmp_path: Path, waits:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_that_sleeps_gives_its_memory_back(level: int, tmp_path: Path) -> None:
+def test_a_sleeping_engine_frees_its_memory(level: int, tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
     before = allocated()
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

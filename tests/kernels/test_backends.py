@@ -47,11 +47,11 @@ def test_every_backend_file_has_an_interface():
         assert operations == set(backends.OPERATIONS) - lacks
 
 
-def test_an_unknown_device_takes_the_reference():
+def test_an_unknown_device_uses_the_reference():
     assert backends.get("norm", "xpu").__name__ == "swell.kernels.reference.norm"
 
 
-def test_without_a_compiler_one_line_and_the_reference(tmp_path):
+def test_without_a_compiler_one_line_is_logged_and_the_reference_is_used(tmp_path):
     """Without a compiler there is one log line, and the reference is used. It runs in its own
     process with no compiler on the PATH and an empty cache."""
     program = (
@@ -107,7 +107,7 @@ def other_builder(monkeypatch, tmp_path):
         yield build, lock, built
 
 
-def test_processes_that_need_it_at_once_build_it_once(other_builder, tmp_path):
+def test_concurrent_processes_build_it_once(other_builder, tmp_path):
     build, lock, built = other_builder
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(build._built, tmp_path)
@@ -118,7 +118,7 @@ def test_processes_that_need_it_at_once_build_it_once(other_builder, tmp_path):
     assert waiting.result().exists() and built == []
 
 
-def test_a_builder_that_hangs_is_not_waited_for_for_ever(other_builder, tmp_path, monkeypatch):
+def test_the_wait_for_a_hanging_build_has_a_deadline(other_builder, tmp_path, monkeypatch):
     build, _lock, built = other_builder
     monkeypatch.setattr(build, "_OTHER_BUILDER_S", 0.0)
     assert build._built(tmp_path).exists() and len(built) == 1
@@ -142,7 +142,7 @@ def test_without_a_home_kernels_are_compiled_for_this_process(monkeypatch, tmp_p
         raise OSError("planted")
 
 
-def test_one_openmp_runtime():
+def test_only_one_openmp_runtime_is_loaded():
     """The compiled backend shares torch's pool of threads."""
     load_backend("cpu", "attention")
     torch.ones(1000, 1000).sum()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 ROWS = 5
 
 
-def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
+def test_a_replay_computes_the_current_rows_with_new_inputs():
     torch.manual_seed(0)
     weights = [(pack(torch.randn(64, 24)), pack(torch.randn(24, 32))) for _ in range(4)]
     scale, x, cos, sin = torch.randn(24), torch.randn(ROWS, 24), *torch.randn(2, ROWS, 4)
@@ -53,7 +53,7 @@ def test_a_replay_computes_the_rows_that_there_are_with_new_inputs():
             assert result[rows:].isnan().all()
 
 
-def test_operations_have_rows_of_different_numbers():
+def test_operations_may_have_different_numbers_of_rows():
     """Operations may have different numbers of rows: some of five rows continue to the next
     operation."""
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def test_operations_have_rows_of_different_numbers():
             assert result[full:].isnan().all()
 
 
-def test_nothing_is_computed_by_capturing():
+def test_capturing_computes_nothing():
     q, k, cos, sin = torch.ones(3, 2, 8), torch.ones(3, 2, 8), *torch.zeros(2, 3, 4)
     _, graph = capture(lambda: list(apply_rope(q, k, cos, sin)), "cpu", 3)
     assert (q == 1).all()
@@ -87,7 +87,7 @@ def test_nothing_is_computed_by_capturing():
     assert (q[:2] == 0).all() and (q[2] == 1).all()
 
 
-def test_tensors_of_a_graph_outlive_the_function():
+def test_tensors_of_a_graph_survive_the_function():
     x, weights = torch.ones(2, 8), [torch.full((8,), 3.0), torch.ones(8)]
     (out,), graph = capture(
         lambda: [rms_norm(rms_norm(x, weights.pop(0), 0), weights.pop(0), 0)], "cpu", 2
@@ -110,7 +110,7 @@ def test_operations_that_a_replay_would_omit_are_refused(work):
     capture(lambda: [rms_norm(x, x[0], 1e-5)], "cpu", 4)  # nothing of the failure remains
 
 
-def test_other_rows_are_refused():
+def test_other_numbers_of_rows_are_refused():
     x = torch.ones(4, 8)
     with pytest.raises(NotCapturableError, match="rms_norm computes 3 rows; expected 4 or 6"):
         capture(lambda: [rms_norm(x[:3], x[0], 1e-5)], "cpu", 4, 6)
@@ -125,7 +125,7 @@ lifetimes = st.builds(
 
 
 @given(st.lists(lifetimes, max_size=30))
-def test_no_buffer_overlaps_another_of_the_same_time(buffers):
+def test_buffers_in_use_at_the_same_time_do_not_overlap(buffers):
     offsets, total = assign_offsets(buffers)
     assert all(offset % ALIGNMENT == 0 for offset in offsets)
     taken: dict[tuple[int, int], int] = {}
@@ -137,7 +137,7 @@ def test_no_buffer_overlaps_another_of_the_same_time(buffers):
 
 
 @given(st.integers(2, 40), st.integers(1, 300))
-def test_a_chain_takes_no_more_than_its_widest_step(length, size):
+def test_a_chain_uses_only_the_memory_of_its_widest_step(length, size):
     # each buffer is the input of the next step
     buffers = [Lifetime(i, i + 1, size) for i in range(length)]
     assert assign_offsets(buffers)[1] <= 2 * (size + ALIGNMENT)

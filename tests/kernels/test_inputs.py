@@ -35,7 +35,7 @@ def steps(draw):
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @settings(max_examples=60, deadline=None)
 @given(step=steps(), seed=st.integers(0, 99))
-def test_inputs_of_a_step(name, step, seed):
+def test_inputs_of_a_step_equal_the_reference(name, step, seed):
     torch.manual_seed(seed)
     ids = torch.randint(1000, (SLOTS, LENGTH + 1), dtype=torch.int32)
     table = torch.randint(1 << 30, (SLOTS, BLOCKS), dtype=torch.int32)
@@ -90,7 +90,7 @@ def test_one_step_after_the_other(name):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_tokens_are_written_where_they_belong(name):
+def test_tokens_are_written_to_their_positions(name):
     ids = torch.zeros(3, 5, dtype=torch.int32)
     pairs = torch.tensor([[2, 4], [0, 0], [1, 3]])
     backend(name).write_tokens(ids, pairs[:, 0], pairs[:, 1], torch.tensor([7, 8, 9]))
@@ -99,7 +99,7 @@ def test_tokens_are_written_where_they_belong(name):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize(("slot", "start"), [(SLOTS, 0), (0, LENGTH + 1), (10**6, 10**6)])
-def test_indices_outside_of_the_tables_are_an_error(name, slot, start):
+def test_indices_outside_the_tables_are_an_error(name, slot, start):
     ids = torch.zeros(SLOTS, LENGTH + 1, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(2, 2, BLOCKS, torch.device("cpu"))
@@ -113,7 +113,7 @@ def test_indices_outside_of_the_tables_are_an_error(name, slot, start):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
-def test_a_sampled_token_has_its_place(name):
+def test_a_sampled_token_is_written_to_its_position(name):
     ids = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
     table = torch.zeros(SLOTS, BLOCKS, dtype=torch.int32)
     out = Inputs.allocate(4, 2, BLOCKS, torch.device("cpu"))

@@ -81,7 +81,7 @@ def test_inputs_that_are_views(name, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_packed_row_has_its_bits_alone_and_among_others(dtype, threads):
+def test_a_packed_row_has_the_same_bits_in_any_batch(dtype, threads):
     torch.manual_seed(0)
     module, before = backend("cpu"), torch.get_num_threads()
     x, packed = torch.randn(500, 700).to(dtype), module.pack(torch.randn(333, 700).to(dtype))
@@ -111,7 +111,7 @@ def test_an_unpacked_weight_is_the_weight(dtype, outs, width, monkeypatch):
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
-def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
+def test_argmax_is_the_first_of_the_largest_outputs(name, dtype, rows, size, outs):
     """The argmax is the first of the largest outputs; two outputs in three equal another one."""
     torch.manual_seed(0)
     module, x = backend(name), torch.randn(rows, size).to(dtype)
@@ -133,7 +133,7 @@ def test_the_largest_is_the_first_of_the_largest_outputs(name, dtype, rows, size
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
-def test_no_output_that_is_none_is_the_linear_argmax(dtype, sign):
+def test_padding_is_never_the_linear_argmax_and_nan_is_reported(dtype, sign):
     """The zeros that pad a packed weight are never the argmax; a NaN is reported."""
     module = backend("cpu")
     weight = -sign * torch.arange(1.0, 34.0)[:, None].to(dtype)

@@ -65,7 +65,7 @@ def layer_of(name: str, adapters: dict[int, LoraWeights], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equal_to_the_formula(name: str, dtype: torch.dtype) -> None:
+def test_the_kernel_equals_the_formula(name: str, dtype: torch.dtype) -> None:
     adapters = {n: weights(ranks, OUTS, dtype, n) for n, ranks in RANKS.items()}
     layer = layer_of(name, adapters, dtype)
     # -1: no adapter; 2, 5 and 6 do not adapt the layer
@@ -86,7 +86,7 @@ def test_equal_to_the_formula(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_token_has_the_same_bits_among_any_others(dtype: torch.dtype) -> None:
+def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     adapters = {n: weights(ranks, OUTS, dtype, n) for n, ranks in RANKS.items()}
     layer = layer_of("cpu", adapters, dtype)
     generator = torch.Generator().manual_seed(4)

@@ -54,7 +54,7 @@ def weights_of(made: Any) -> dict[int, tuple[Tensor, Tensor]]:
     ("kind", "renormalize"), [("mixtral", True), ("qwen3", True), ("qwen3", False)]
 )
 @torch.no_grad()
-def test_the_whole_is_transformers(
+def test_the_layer_equals_that_of_transformers(
     kind: str, renormalize: bool, dtype: torch.dtype, tokens: int
 ) -> None:
     made = block(kind, dtype, renormalize)
@@ -89,7 +89,7 @@ def test_parts_add_up_without_rounding(split: list[set[int]]) -> None:
     assert whole.abs().amax(-1).min() > 0
 
 
-def test_the_order_of_the_sum_is_that_of_the_choices() -> None:
+def test_the_order_of_the_sum_follows_the_choices() -> None:
     """The terms are added in the order of the choices: 1e8 + 1 - 1e8 is 0 in float32 from the left,
     and 1 from the right."""
     outputs = torch.tensor([[[1e8], [1.0], [-1e8]], [[-1e8], [1e8], [1.0]]])
@@ -134,7 +134,7 @@ def rows_of(
 )
 @example(0, torch.float32, (128, 96), 8, 2, True, 40)
 @torch.no_grad()
-def test_a_row_has_its_bits_alone_and_among_others(
+def test_a_row_has_the_same_bits_in_any_batch(
     seed: int,
     dtype: torch.dtype,
     sizes: tuple[int, int],

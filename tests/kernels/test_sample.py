@@ -32,7 +32,7 @@ def splitmix_finalizer(z: int) -> int:
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(seed=st.integers(-(1 << 63), (1 << 63) - 1), position=st.integers(0, 1 << 40))
-def test_noise_is_splitmix(backend, seed, position):
+def test_noise_equals_splitmix(backend, seed, position):
     golden = 0x9E3779B97F4A7C15
     hashed = splitmix_finalizer((seed + golden) & MASK)
     hashed = splitmix_finalizer((hashed + (position + 1) * golden) & MASK)
@@ -223,7 +223,7 @@ def test_backends_agree(backend, vocab):
     assert torch.equal(backend.greedy_sample(logits)[0], logits.argmax(-1))
 
 
-def test_the_last_token_can_be_drawn_and_nothing_behind_it(backend):
+def test_the_last_token_can_be_drawn_and_nothing_beyond_it(backend):
     logits = torch.zeros(2, 300)
     logits[1, 299] = -torch.inf
     u = torch.full((2,), 1 - 2**-53, dtype=torch.float64)
@@ -231,7 +231,7 @@ def test_the_last_token_can_be_drawn_and_nothing_behind_it(backend):
     assert got.tolist() == [299, 298]
 
 
-def test_logits_that_are_not_numbers_give_some_token(backend):
+def test_nan_logits_still_yield_a_token(backend):
     logits = torch.full((2, 20), float("nan"))
     logits[1] = -torch.inf
     for row in PARAMETERS:
@@ -268,7 +268,9 @@ def test_a_weight_that_underflows_is_never_sampled(backend, row, underflow):
     st.sampled_from([0.01, 1.0, 50.0]),
     st.integers(0, 10_000),
 )
-def test_what_the_filters_keep(backend, vocab, shape, top_k, top_p, min_p, temperature, seed):
+def test_the_filters_keep_the_defined_tokens(
+    backend, vocab, shape, top_k, top_p, min_p, temperature, seed
+):
     """Over many values of u, the sampled tokens are those of the definition, also with ties. If the
     edge of top_p lies within rounding of a sum, the test expects nothing."""
     torch.manual_seed(seed)

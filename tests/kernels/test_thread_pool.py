@@ -78,7 +78,7 @@ def test_helpers_leave_with_the_thread_that_they_helped():
     assert until_gone(seen)
 
 
-def test_another_number_of_threads_is_another_team():
+def test_a_different_number_of_threads_uses_another_team():
     def work(rank: int) -> bool:
         products(8, 50)
         first = threads_of_process() - before - {str(threading.get_native_id())}
@@ -90,7 +90,7 @@ def test_another_number_of_threads_is_another_team():
     assert in_threads(1, work) == [True]
 
 
-def test_a_forked_process_has_no_helpers_and_needs_none():
+def test_a_forked_process_works_without_helpers():
     linear = load_backend("cpu", "linear")
     torch.set_num_threads(2)
     x, weight = torch.ones(ROWS, SIZE), linear.pack(torch.ones(OUTS, SIZE))

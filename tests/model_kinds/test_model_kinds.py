@@ -40,7 +40,7 @@ AFTER_CALL: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("name", MODEL_KINDS)
-def test_a_folder_is_read_as_any_models(name: str) -> None:
+def test_a_model_kind_loads_like_a_model_folder(name: str) -> None:
     one = model_kind(name)
     read = load_tokenizer(str(one.folder()))
     ids = read.encode(TEXT)

@@ -27,7 +27,7 @@ def run(name: str, **options: object) -> SimulationResult:
 # -------------------------------------------------------------------------------- the trace
 
 
-def test_a_seed_is_a_trace() -> None:
+def test_a_seed_determines_the_trace() -> None:
     assert generate(SHAPE, 1, BLOCK_TOKENS) == TRACE != generate(SHAPE, 2, BLOCK_TOKENS)
 
 
@@ -51,7 +51,7 @@ def test_conversations_have_the_configured_shape() -> None:
 # -------------------------------------------------------------------------------- the simulation
 
 
-def test_a_cache_that_nothing_leaves_hits_all_but_the_last_tokens() -> None:
+def test_an_unlimited_cache_hits_all_except_the_last_tokens() -> None:
     """With one engine and an unlimited cache, a block is computed only once."""
     outcome = run("round_robin", sizes=((0.0, 1),), config=SimulationConfig(num_blocks=10**6))
     names = {
@@ -71,7 +71,7 @@ def test_a_run_is_the_same_every_time() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [1500, 8192])
-def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> None:
+def test_every_turn_is_served_and_all_counts_return_to_zero(num_blocks: int) -> None:
     simulation: Any = Simulation(
         TRACE,
         POLICIES["affinity"],
@@ -94,7 +94,7 @@ def test_every_turn_is_served_and_every_count_ends_at_zero(num_blocks: int) -> N
 
 @pytest.mark.parametrize("ingresses", [1, 2, 3])
 @pytest.mark.parametrize("other", ["least_loaded", "round_robin"])
-def test_affinity_hits_more_and_answers_sooner(ingresses: int, other: str) -> None:
+def test_affinity_raises_hits_and_lowers_latency(ingresses: int, other: str) -> None:
     ours, theirs = run("affinity", ingresses=ingresses), run(other, ingresses=ingresses)
     missed, others_missed = 1 - ours.hit_rate, 1 - theirs.hit_rate
     assert missed < others_missed * (0.3 if ingresses == 1 else 0.75)
@@ -103,7 +103,7 @@ def test_affinity_hits_more_and_answers_sooner(ingresses: int, other: str) -> No
     assert ours.ttft_quantile_s(99) < theirs.ttft_quantile_s(99)
 
 
-def test_conversations_stay() -> None:
+def test_conversations_stay_on_their_engine() -> None:
     assert run("affinity").moved_rate < 0.05
 
 

@@ -32,7 +32,7 @@ def run(seed: int) -> tuple[int, int, float, list[list[int]]]:
     return kernel.checksum, kernel.events, kernel.now, [c.numbers() for c in world.clients]
 
 
-def test_a_run_is_the_same_again() -> None:
+def test_a_repeated_run_is_identical() -> None:
     for seed in range(5):
         assert run(seed) == run(seed)
     assert len({run(seed)[0] for seed in range(20)}) == 20
@@ -45,7 +45,7 @@ def test_a_run_is_the_same_for_every_hash_seed() -> None:
     assert len(printed) == 1 and printed != {""}
 
 
-def test_one_fault_less_moves_nothing_elsewhere() -> None:
+def test_removing_a_fault_does_not_change_another_client() -> None:
     """The messages of a client keep their times if a fault of another client is left out."""
 
     def times(dropped: bool) -> list[tuple[float, int]]:

@@ -8,7 +8,7 @@ from tests.simulator.scenario import Scenario, draw
 from tests.simulator.shrink import kind_of, shrink
 
 
-def test_what_has_no_part_in_it_is_left_out() -> None:
+def test_unneeded_faults_and_requests_are_removed() -> None:
     scenario = next(
         found
         for seed in range(1000)
@@ -31,7 +31,7 @@ def test_what_has_no_part_in_it_is_left_out() -> None:
     assert not small.operations and runs < 200
 
 
-def test_what_is_broken_is_known_by_its_law() -> None:
+def test_a_failure_is_identified_by_its_law() -> None:
     """The engine, the request and the time do not matter."""
     first, again = "sim-engine-0-ab12.1 was ended at 3.50 s", "sim-engine-2-ff00.1 was ended at 9 s"
     assert kind_of(first) == kind_of(again) == "was ended at s"

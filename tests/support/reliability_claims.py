@@ -128,7 +128,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         "each engine computes its requests alone": (
             f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_abandoned_after_the_limit",
             "tests/simulator/outages/test_serving_alone.py"
-            "::test_those_that_are_left_answer_alone_and_then_share_again",
+            "::test_remaining_engines_serve_standalone_and_then_share_again",
         ),
     },
     9: {
@@ -174,7 +174,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "they survive the loss of manager and coordinator together": (
             "tests/simulator/outages/test_lost_control_host.py"
-            "::test_a_pause_outlives_both_though_its_checkpoint_is_lost",
+            "::test_a_pause_survives_both_although_its_checkpoint_is_lost",
             f"{_SUCCESSION}::test_a_new_manager_keeps_the_pause",
         ),
         "which continue with the rest of their time": (
@@ -246,7 +246,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "A connection on which nothing arrives is closed within": (
             "tests/simulator/network/test_connection_contract.py"
-            "::test_a_side_that_hears_nothing_gives_up_alone",
+            "::test_only_the_silent_side_closes_the_connection",
         ),
     },
     17: {
@@ -259,13 +259,13 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
     18: {
         "says so in its replies to keep-alives": (
             "tests/simulator/outages/test_silent_coordinator.py"
-            "::test_an_ingress_is_not_ready_whose_engine_waits_for_the_coordinator",
+            "::test_an_ingress_with_an_engine_that_waits_for_the_coordinator_is_not_ready",
             f"{_CLIENT}/test_engine_core_client.py"
             "::test_an_engine_that_waits_for_the_coordinator_is_not_used",
         ),
         "is detected by the missing replies. Neither gets requests": (
             "tests/simulator/outages/test_silent_coordinator.py"
-            "::test_a_request_leaves_an_engine_that_hangs_where_no_coordinator_sees_it",
+            "::test_without_a_coordinator_a_request_leaves_a_hanging_engine",
         ),
     },
     19: {
@@ -313,7 +313,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "The node.": {
         "a lost node is the loss of all its engines at once": (
             "tests/simulator/outages/test_lost_control_host.py"
-            "::test_coordinator_and_manager_come_on_another_host",
+            "::test_coordinator_and_manager_restart_on_another_host",
         ),
     },
     "Ray learns late that a host is lost": {
@@ -328,8 +328,8 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "A link that is down for longer than these checks take": {
         "its node terminates when the link is back, with all its processes": (
             "tests/simulator/simulated_ray/test_ray.py"
-            "::test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when_it_learns_it",
-            "tests/simulator/simulated_ray/test_ray.py::test_a_short_cut_ends_nothing",
+            "::test_a_long_isolated_host_counts_as_dead_and_then_kills_its_processes",
+            "tests/simulator/simulated_ray/test_ray.py::test_a_short_cut_kills_nothing",
         ),
     },
     "An engine that the coordinator does not hear": {

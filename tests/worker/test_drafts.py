@@ -69,7 +69,7 @@ def test_a_sample_is_kept_if_all_drafts_before_it_were_sampled(step):
     assert drafts.kept_on_device(torch.tensor(sampled)).tolist() == kept
 
 
-def test_the_drafts_before_some_samples():
+def test_the_drafts_before_given_samples_are_found():
     plan = SchedulerOutput(
         1, slots=[0, 1, 2], samples=[3, 1, 2], drafts={0: [7, 8], 2: [9]}
     )  # samples 0 1 2 | 3 | 4 5
@@ -94,7 +94,7 @@ NAN = float("nan")
 
 
 @pytest.mark.parametrize("first_sample", [0, 1], ids=["both rows", "the row with drafts"])
-def test_what_lies_behind_a_wrong_draft_is_dropped_also_what_is_no_number(first_sample):
+def test_samples_after_a_wrong_draft_are_dropped_even_if_nan(first_sample):
     """Samples after a wrong draft are dropped, also if their logits are NaN, as those of the last
     two are. The log probabilities are those of all samples, or of one row's."""
     plan = SchedulerOutput(1, slots=[4, 5], samples=[1, 4], drafts={1: [7, 8, 9]})
@@ -120,7 +120,7 @@ def test_what_lies_behind_a_wrong_draft_is_dropped_also_what_is_no_number(first_
     assert output.rows_with_nans == []
 
 
-def test_a_kept_sample_that_is_no_number_fails_its_row():
+def test_a_kept_nan_sample_fails_its_row():
     plan = SchedulerOutput(1, slots=[4], samples=[2], drafts={0: [7]})
     sampled = SamplerOutput(Batch(plan), torch.tensor([7, 1]), torch.tensor([0.0, float("inf")]))
     assert sampled.fill(ModelRunnerOutput(1)).rows_with_nans == [0]

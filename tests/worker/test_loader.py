@@ -93,7 +93,7 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 @pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_reads_just_its_parameters(
+def test_a_rank_reads_only_its_parameters(
     folder: Path, elements_read: list[int], size: int, stages: int, backend: str
 ) -> None:
     """Loading reads no byte twice, and all shards together read each split tensor once."""
@@ -114,7 +114,7 @@ def test_reads_just_its_parameters(
     assert total == once + norms * (size - 1)
 
 
-def test_little_is_in_flight(
+def test_the_bytes_in_flight_are_bounded(
     folder: Path, elements_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "CHUNK_BYTES", 4096)
@@ -128,7 +128,7 @@ def test_little_is_in_flight(
         assert torch.equal(a, b), name
 
 
-def test_shards_are_one_model(folder: Path) -> None:
+def test_shards_join_to_one_model(folder: Path) -> None:
     one, config = build(folder)
     load_weights(one, config)
     shards(folder)
@@ -148,7 +148,7 @@ def test_progress_reaches_the_total(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_dummy_weights_need_a_config_alone(folder: Path, backend: str) -> None:
+def test_dummy_weights_need_only_a_config(folder: Path, backend: str) -> None:
     (folder / WEIGHTS).unlink()
     made = []
     for seed in (0, 0, 1):
@@ -170,7 +170,7 @@ def failure(folder: Path, **model: Any) -> str:
     return text
 
 
-def test_missing_weights(folder: Path) -> None:
+def test_missing_weights_are_named(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     text = failure(folder)
     assert str(folder) in text
@@ -179,7 +179,7 @@ def test_missing_weights(folder: Path) -> None:
     assert "pytorch_model.bin" in failure(folder)
 
 
-def test_missing_shard(folder: Path) -> None:
+def test_a_missing_shard_is_named(folder: Path) -> None:
     shards(folder)
     (folder / "model-00002-of-00002.safetensors").unlink()
     text = failure(folder)
@@ -187,7 +187,7 @@ def test_missing_shard(folder: Path) -> None:
     assert "missing" in text
 
 
-def test_broken_index(folder: Path) -> None:
+def test_a_broken_index_is_named(folder: Path) -> None:
     shards(folder)
     (folder / INDEX).write_text("{")
     assert INDEX in failure(folder)
@@ -197,7 +197,7 @@ def test_broken_index(folder: Path) -> None:
     assert INDEX in failure(folder)
 
 
-def test_an_index_that_names_what_its_files_lack(folder: Path) -> None:
+def test_an_index_that_names_missing_tensors_is_refused(folder: Path) -> None:
     shards(folder)
     index = json.loads((folder / INDEX).read_text())
     name = "model.norm.weight"
@@ -223,7 +223,7 @@ def test_a_fifo_or_a_device_in_place_of_a_file_is_refused_and_not_read(folder: P
 
 
 @pytest.mark.parametrize("keep", [3, 5000, -7])
-def test_truncated_file(folder: Path, keep: int) -> None:
+def test_a_truncated_file_is_named(folder: Path, keep: int) -> None:
     data = (folder / WEIGHTS).read_bytes()
     (folder / WEIGHTS).write_bytes(data[:keep])
     text = failure(folder)
@@ -232,7 +232,7 @@ def test_truncated_file(folder: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_missing_tensor_and_wrong_shape(folder: Path, backend: str) -> None:
+def test_a_missing_tensor_or_wrong_shape_is_named(folder: Path, backend: str) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / WEIGHTS)
     short = {key: t for key, t in tensors.items() if key != name}

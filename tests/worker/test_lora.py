@@ -112,7 +112,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory.mktemp("llama"), "llama")
 
 
-def test_equal_to_merged_weights(folders: Folders) -> None:
+def test_adapters_equal_merged_weights(folders: Folders) -> None:
     """Answers equal those of merged weights: each adapter by itself, the plain model, and all of
     them in one batch."""
     assert len({str(answers) for answers in folders.reference.values()}) == 5, "all differ"
@@ -122,7 +122,7 @@ def test_equal_to_merged_weights(folders: Folders) -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_mixed_batch_equals_each_alone(llama: Folders, split: str) -> None:
+def test_a_mixed_batch_equals_separate_batches(llama: Folders, split: str) -> None:
     names = [name for name in llama.reference for _ in PROMPTS]
     prompts = PROMPTS * len(llama.reference)
     expected = [answer for answers in llama.reference.values() for answer in answers]
@@ -138,7 +138,7 @@ def test_a_mixed_batch_equals_each_alone(llama: Folders, split: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="steps are captured on CPU")
-def test_steps_with_adapters_and_without_are_captured_apart(llama: Folders) -> None:
+def test_steps_with_and_without_adapters_are_captured_separately(llama: Folders) -> None:
     load_backend("cpu", "graph")
     with llama.serve() as llm:
         names = ["all", "", "mlp", ""]
@@ -194,7 +194,7 @@ def test_rows_with_a_draft_model(llama: Folders) -> None:
         assert drafter.num_accepted < drafter.num_drafts
 
 
-def test_the_prefix_cache_tells_adapters_apart(llama: Folders) -> None:
+def test_the_prefix_cache_distinguishes_adapters(llama: Folders) -> None:
     with llama.serve(**{"cache.block_tokens": 8}) as llm:
         for again in (0, 32):
             for name, expected in llama.reference.items():
@@ -203,7 +203,7 @@ def test_the_prefix_cache_tells_adapters_apart(llama: Folders) -> None:
                 assert output.num_cached_tokens == again, name
 
 
-def test_drawn_answers_and_logprobs_are_those_of_merged_weights(llama: Folders) -> None:
+def test_drawn_answers_and_logprobs_equal_those_of_merged_weights(llama: Folders) -> None:
     """The log probabilities of tokens and of the prompt are those of merged weights."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=3, prompt_logprobs=2)
     merged = transformers.AutoModelForCausalLM.from_pretrained(llama.model, dtype=torch.float32)
@@ -221,7 +221,7 @@ def test_drawn_answers_and_logprobs_are_those_of_merged_weights(llama: Folders) 
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the backend of the CPU computes rows apart")
-def test_what_an_adapter_adds_has_the_same_bits_in_every_batch(llama: Folders) -> None:
+def test_the_output_of_an_adapter_has_the_same_bits_in_every_batch(llama: Folders) -> None:
     """An adapter's contribution has the same bits in every batch, so that a request has the same
     answer if it continues elsewhere among other requests."""
     params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
@@ -236,7 +236,9 @@ def test_what_an_adapter_adds_has_the_same_bits_in_every_batch(llama: Folders) -
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_halves(llama: Folders, dtype: str, tmp_path: Path) -> None:
+def test_half_precision_adapters_equal_merged_weights(
+    llama: Folders, dtype: str, tmp_path: Path
+) -> None:
     """Adapters are converted to the model's dtype; stored ones may have 16 bits."""
     shapes = adapters.module_shapes(transformers.AutoModelForCausalLM.from_pretrained(llama.model))
     stored = adapters.make_adapter(tmp_path / "half", shapes, dtype=torch.bfloat16)
@@ -282,7 +284,7 @@ def test_an_adapter_that_does_not_fit_is_refused_at_start(llama: Folders, tmp_pa
             assert "'mine'" in str(caught.value)
 
 
-def test_numbers_that_are_none_are_refused_at_start(llama: Folders, tmp_path: Path) -> None:
+def test_nan_weights_are_refused_at_start(llama: Folders, tmp_path: Path) -> None:
     shapes = adapters.module_shapes(transformers.AutoModelForCausalLM.from_pretrained(llama.model))
     folder = adapters.make_adapter(tmp_path, shapes)
     file = folder / "adapter_model.safetensors"
@@ -294,7 +296,7 @@ def test_numbers_that_are_none_are_refused_at_start(llama: Folders, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["gpt2", "mixtral"])
-def test_models_that_take_none_say_so(tmp_path: Path, family: str) -> None:
+def test_models_without_lora_support_refuse_adapters(tmp_path: Path, family: str) -> None:
     model = tiny_models.make(tmp_path / "model", family)
     for file in NANO.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")

@@ -45,7 +45,7 @@ def serve(folders: Folders, **overrides: Any) -> LLM:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_more_adapters_than_places(llama: Folders, split: str) -> None:
+def test_more_adapters_than_slots_take_turns(llama: Folders, split: str) -> None:
     """Four adapters share two slots in one batch: requests of the others wait, and none gets
     another adapter's answer."""
     names = [name for _ in PROMPTS for name in llama.reference]
@@ -61,7 +61,7 @@ def test_more_adapters_than_places(llama: Folders, split: str) -> None:
         llm.check_idle()
 
 
-def test_those_of_the_configuration_stay_beside_them(llama: Folders) -> None:
+def test_configured_adapters_stay_loaded(llama: Folders) -> None:
     own = dict(list(llama.adapters.items())[:2])
     with serve(llama, **{"lora.adapters": own, "lora.max_adapters": 1}) as llm:
         for name in list(llama.adapters)[2:]:
@@ -73,7 +73,7 @@ def test_those_of_the_configuration_stay_beside_them(llama: Folders) -> None:
             llm.load_adapter(next(iter(own)), llama.adapters["mlp"])
 
 
-def test_a_name_with_other_files_is_another_adapter(llama: Folders) -> None:
+def test_the_same_name_with_other_files_is_another_adapter(llama: Folders) -> None:
     """A name with other files is another adapter: no request of the new one finds the KV cache of
     the old one."""
     with serve(llama, **{"cache.block_tokens": 8}) as llm:
@@ -88,7 +88,7 @@ def test_a_name_with_other_files_is_another_adapter(llama: Folders) -> None:
 
 
 @pytest.mark.parametrize("split", ["whole", "two steps in flight"])
-def test_one_that_cannot_be_loaded_fails_its_requests_alone(
+def test_an_unloadable_adapter_fails_only_its_requests(
     llama: Folders, split: str, tmp_path: Path
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(llama.model)
@@ -125,7 +125,7 @@ def test_one_that_cannot_be_loaded_fails_its_requests_alone(
 
 
 @pytest.mark.parametrize("split", ["whole", "two steps in flight"])
-def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
+def test_a_hanging_folder_delays_only_its_own_requests(
     llama: Folders, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder that hangs delays only its own requests, however many adapters hang. Others still
@@ -159,7 +159,7 @@ def test_a_folder_that_hangs_holds_up_its_own_requests_alone(
         released.set()
 
 
-def test_files_that_are_written_while_they_are_read_load_nothing(
+def test_files_that_change_while_they_are_read_are_not_loaded(
     llama: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that are written while they are read load nothing: neither wrong weights under a name,
@@ -195,7 +195,7 @@ def test_files_that_are_written_while_they_are_read_load_nothing(
         assert ids_of([again]) == [llama.reference["mixed"][0]]
 
 
-def test_others_are_computed_while_one_is_loaded(
+def test_other_requests_run_while_an_adapter_is_loaded(
     llama: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_load, load = threading.Event(), Adapters._load
@@ -222,12 +222,12 @@ def test_others_are_computed_while_one_is_loaded(
         assert finished == [answers[1].request_id, answers[0].request_id]
 
 
-def test_the_digest_is_that_of_the_kind(llama: Folders) -> None:
+def test_each_kind_of_adapter_has_its_own_digest(llama: Folders) -> None:
     digests = {adapter_digest(name, llama.adapters[name]) for name in KINDS}
     assert len(digests) == len(KINDS)
 
 
-def test_an_adapter_that_comes_to_another_place_is_not_lost_with_the_old_one(
+def test_an_adapter_that_moves_to_another_slot_survives_the_reuse_of_the_old_one(
     llama: Folders,
 ) -> None:
     """An adapter that moves to another slot is not lost with its old one. This happens after a load

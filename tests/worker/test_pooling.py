@@ -78,7 +78,7 @@ DECODER_SPLITS = {
 
 @pytest.mark.parametrize("method", MODES)
 @pytest.mark.parametrize("family", ["bert", "roberta", "modernbert", "qwen3", "llama"])
-def test_equal_to_transformers(tmp_path, family, method):
+def test_vectors_equal_those_of_transformers(tmp_path, family, method):
     """Vectors equal those of transformers for every split; where blocks are scarce, some requests
     are preempted, too."""
     model = make(tmp_path, family, modes={f"pooling_mode_{MODES[method]}": True})
@@ -113,7 +113,7 @@ def test_a_prefix_is_computed_once(tmp_path):
     assert [cached for _, cached in first] == [0, 64, 64]
 
 
-def test_preempted_requests_give_the_same(tmp_path):
+def test_preempted_requests_return_the_same_vectors(tmp_path):
     """Preempted requests have the same vectors: sums of earlier steps are not counted twice."""
     model = make(tmp_path, "qwen3", modes={"pooling_mode": "mean"})
     texts = [prompts(seed)[3] for seed in range(6)]
@@ -171,7 +171,7 @@ def test_dimensions_and_activations(tmp_path, activation):
 @pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert", "qwen3", "llama"])
 @pytest.mark.parametrize("tensor", [1, 2])
 @torch.no_grad()
-def test_classifiers(tmp_path, family, tensor):
+def test_classifiers_equal_transformers(tmp_path, family, tensor):
     model = make(tmp_path, family, head="ForSequenceClassification", num_labels=3)
     texts = prompts()
     core = start(tmp_path, **{"parallel.tensor": tensor})
@@ -183,7 +183,7 @@ def test_classifiers(tmp_path, family, tensor):
 
 
 @torch.no_grad()
-def test_segments_of_pairs_beside_single_texts(tmp_path):
+def test_segments_of_pairs_are_computed_with_single_texts_in_a_batch(tmp_path):
     """Segments of pairs work next to single texts: a slot has a pair, then a text, then a pair with
     another boundary."""
     model = make(tmp_path, "bert", head="ForSequenceClassification", num_labels=2)
@@ -211,7 +211,7 @@ def test_segments_of_pairs_beside_single_texts(tmp_path):
     close([found[str(index)] for index in range(len(texts))], wanted)
 
 
-def test_what_an_engine_refuses(tmp_path):
+def test_unsupported_pooling_requests_are_refused(tmp_path):
     make(tmp_path, "bert", modes={"pooling_mode": "cls"})
     core = start(tmp_path, **{"scheduler.max_tokens_per_step": 100})
 
@@ -237,7 +237,7 @@ def test_what_an_engine_refuses(tmp_path):
         core.shutdown()
 
 
-def test_vectors_that_are_no_numbers_fail_their_request_alone(tmp_path):
+def test_nan_vectors_fail_only_their_request(tmp_path):
     model = make(tmp_path, "qwen3", modes={"pooling_mode": "mean"})
     model.embed_tokens.weight.data[40] = float("nan")
     model.save_pretrained(tmp_path)
@@ -273,7 +273,7 @@ def test_vectors_that_are_no_numbers_fail_their_request_alone(tmp_path):
         ({"hidden_act": "relu"}, {}, "hidden_act='relu' is not supported for an encoder"),
     ],
 )
-def test_what_no_encoder_does_is_refused(tmp_path, changes, settings, reason):
+def test_features_without_encoder_support_are_refused(tmp_path, changes, settings, reason):
     make(tmp_path, "bert", modes={"pooling_mode": "cls"}, **changes)
     with pytest.raises((ConfigError, ValueError), match=reason):
         start(tmp_path, **settings).shutdown()

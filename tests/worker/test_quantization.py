@@ -96,7 +96,7 @@ def test_files_beside_the_config(
     assert name in text
 
 
-def test_neutral_values_are_no_quantization(folder: Path) -> None:
+def test_neutral_values_mean_no_quantization(folder: Path) -> None:
     change_config(folder, quantization_config=None, compression_config={})
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": None}}))
     config = ModelConfig(path=str(folder))
@@ -115,7 +115,9 @@ def test_neutral_values_are_no_quantization(folder: Path) -> None:
         (torch.bool, "BOOL"),
     ],
 )
-def test_types_that_need_scales(folder: Path, backend: str, stored: torch.dtype, name: str) -> None:
+def test_types_that_need_scales_are_refused(
+    folder: Path, backend: str, stored: torch.dtype, name: str
+) -> None:
     tensors = load_file(folder / WEIGHTS)
     save_file({**tensors, UP: tensors[UP].to(stored)}, folder / WEIGHTS)
     text = refusal(folder, backend)
@@ -124,7 +126,7 @@ def test_types_that_need_scales(folder: Path, backend: str, stored: torch.dtype,
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.float16, torch.bfloat16])
-def test_types_that_are_numbers(folder: Path, stored: torch.dtype) -> None:
+def test_plain_number_types_are_loaded(folder: Path, stored: torch.dtype) -> None:
     tensors = load_file(folder / WEIGHTS)
     save_file({**tensors, UP: tensors[UP].to(stored)}, folder / WEIGHTS)
     model = load(folder, "transformers")

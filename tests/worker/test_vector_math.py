@@ -26,7 +26,7 @@ def test_the_functions_are_those_that_torch_leaves_to_mkl() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
+def test_each_function_is_called_by_one_thread(dtype: torch.dtype) -> None:
     called = []
 
     def watched(function):
@@ -45,7 +45,7 @@ def test_each_is_called_by_one_thread_alone(dtype: torch.dtype) -> None:
     ]
 
 
-def test_initialized_before_a_worker_computes() -> None:
+def test_vector_math_is_initialized_before_a_worker_computes() -> None:
     class Settled(Exception):
         pass
 

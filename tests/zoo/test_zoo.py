@@ -52,7 +52,7 @@ def outcome(case: Case) -> Outcome:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_equal_or_refused(case: Case) -> None:
+def test_every_architecture_equals_transformers_or_is_refused(case: Case) -> None:
     found = outcome(case)
     assert found.status in ("equal", "refused"), found.note
 
@@ -72,7 +72,7 @@ def test_the_page_agrees_with_the_results(kind: str) -> None:
     )
 
 
-def test_a_case_that_is_ended_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
+def test_a_terminated_case_leaves_no_files(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("tests.zoo.run._try", lambda *_: time.sleep(600))
     found = run_in_subprocess(Case("llama", "", "native"), deadline_s=0.5)

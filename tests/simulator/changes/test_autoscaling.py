@@ -36,7 +36,7 @@ def watch(run: Run) -> list[ScalingCounts]:
 
 
 @pytest.mark.parametrize("expert", [False, True])
-def test_a_burst_adds_a_host_and_quiet_gives_it_back(expert: bool) -> None:
+def test_a_burst_adds_a_host_and_quiet_removes_it(expert: bool) -> None:
     last = Request(_QUIET_AT_S, 0, (1,), 1, 0)
     requests = (*burst(12, 200), last)
     run = Run(Scenario(0, 1, 1, expert, requests, (), step_s=SLOW_STEP_S, autoscaled=True))
@@ -49,7 +49,7 @@ def test_a_burst_adds_a_host_and_quiet_gives_it_back(expert: bool) -> None:
     assert sorted(run.plane.provider.given_back) == sorted(run.plane.provider.added)
 
 
-def test_a_growth_without_room_waits_until_fewer_are_wanted() -> None:
+def test_a_growth_without_room_waits_until_the_target_falls() -> None:
     """Ray's autoscaler cannot add a host."""
     requests = (*burst(2, 4), Request(_QUIET_AT_S, 0, (1,), 1, 0))
     operations = (Operation(3.5, "scale", 4),)
@@ -65,7 +65,7 @@ def test_a_growth_without_room_waits_until_fewer_are_wanted() -> None:
 
 
 @pytest.mark.parametrize("expert", [False, True])
-def test_engines_leave_a_host_before_it_is_taken(expert: bool) -> None:
+def test_engines_leave_a_host_before_it_is_removed(expert: bool) -> None:
     requests = tuple(Request(3.0 + i, 0, (1, 2, 3), 60, i % 8) for i in range(40))
     drained = 0  # index in HOSTS[1:]
     faults = (Fault("drain-host", 6.0, drained, _WARNED_S),)

@@ -10,7 +10,7 @@ from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Request, Sce
 _STOPPED_UNTIL_S = 16.85
 
 
-def test_an_engine_that_was_not_told_to_leave_has_its_whole_time() -> None:
+def test_an_engine_without_a_leave_message_has_its_whole_drain_time() -> None:
     requests = [Request(15.0 + 0.05 * index, 0, (index,), 300, index) for index in range(9)]
     faults = (
         Fault("stop-control", 4.05, 0, _STOPPED_UNTIL_S - 4.05),

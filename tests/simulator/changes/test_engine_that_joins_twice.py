@@ -7,7 +7,7 @@ from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import Operation, Request, Scenario
 
 
-def test_an_upgrade_goes_on_after_it() -> None:
+def test_an_upgrade_continues_after_an_engine_joined_twice() -> None:
     scenario = Scenario(
         seed=73971468,
         engines=3,

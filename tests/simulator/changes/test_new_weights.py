@@ -43,7 +43,9 @@ def _answered_by(run: Run) -> list[str]:
     ("weights", "versions"),
     [((1,), ["1-", "2-"]), ((BROKEN_WEIGHTS,), ["1-"]), ((1, 2, 5), ["1-"]), ((1, 0), ["1-"])],
 )
-def test_no_process_ends(engines: int, weights: tuple[int, ...], versions: list[str]) -> None:
+def test_no_process_exits_during_an_update(
+    engines: int, weights: tuple[int, ...], versions: list[str]
+) -> None:
     """No other process starts either, because there is no room for it."""
     run = _run(engines, *weights)
     assert run.judge().broken == []
@@ -58,13 +60,13 @@ def test_no_process_ends(engines: int, weights: tuple[int, ...], versions: list[
 @pytest.mark.parametrize("kind", ["kill", "kill-control", "lose-worker", "cut", "gcs-away", "hang"])
 @pytest.mark.parametrize("later_s", [0.2, 0.7, 1.5, 4.0])
 @pytest.mark.parametrize("target", [0, 1])
-def test_faults_at_every_moment(kind: str, later_s: float, target: int) -> None:
+def test_an_update_survives_faults_at_every_moment(kind: str, later_s: float, target: int) -> None:
     fault = Fault(kind, _UPDATED_AT_S + later_s, target, time_s=5.0)
     assert _run(2, 1, faults=(fault,)).judge().broken == []
 
 
 @pytest.mark.parametrize("stopped_s", [0.0, 2.0, 8.0])
-def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
+def test_a_coordinator_restarts_before_an_engine_has_reloaded(
     stopped_s: float,
 ) -> None:
     """The new coordinator hears the engine under its earlier incarnation, and adds it to the
@@ -88,7 +90,7 @@ def test_a_coordinator_restarts_before_an_engine_that_has_left_is_another_one(
 
 
 @pytest.mark.parametrize("seed", [*range(6), 73994702929])
-def test_an_upgrade_comes_while_an_engine_waits_for_the_coordinator_to_join_again(
+def test_an_upgrade_begins_while_an_engine_waits_to_rejoin(
     seed: int,
 ) -> None:
     """The engine has weights of a version that is not wanted any more, and still joins."""

@@ -32,7 +32,7 @@ def _scenario(expert: bool, *operations: Operation) -> Scenario:
 
 
 @pytest.mark.parametrize("expert", [False, True])
-def test_a_third_engine_is_not_lost(expert: bool) -> None:
+def test_a_poisonous_request_does_not_crash_a_third_engine(expert: bool) -> None:
     drain = Operation(_SENT_AT_S + 0.9 * _KNOWN_S, "drain", _first_engine(expert))
     run = Run(_scenario(expert, drain))
     left: list[int] = []

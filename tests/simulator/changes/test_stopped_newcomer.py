@@ -9,7 +9,7 @@ from tests.simulator.scenario import Fault, Operation, Request, Scenario
 _STOPPED_S = 31.4
 
 
-def test_the_group_forms_without_it_when_it_was_silent() -> None:
+def test_the_group_forms_without_a_silent_newcomer() -> None:
     """The engine has introduced itself, so its silence is noticed as soon as that of any other
     engine."""
     scenario = Scenario(

@@ -7,7 +7,7 @@ import pytest
 from tests.simulator.kernel.kernel import WORLD, Kernel
 
 
-def test_events_run_by_time_and_then_in_the_order_in_which_they_were_made() -> None:
+def test_events_run_by_time_and_then_by_order_of_creation() -> None:
     kernel = Kernel(0)
     seen: list[tuple[float, str]] = []
 
@@ -29,7 +29,7 @@ def test_events_run_by_time_and_then_in_the_order_in_which_they_were_made() -> N
     assert kernel.now == 10.0
 
 
-def test_a_run_ends_at_its_time_or_when_it_is_halted() -> None:
+def test_a_run_stops_at_its_end_time_or_on_halt() -> None:
     kernel = Kernel(0)
     kernel.at(1.0, WORLD, kernel.halt)
     kernel.at(2.0, WORLD, kernel.halt)
@@ -38,7 +38,7 @@ def test_a_run_ends_at_its_time_or_when_it_is_halted() -> None:
     assert kernel.run(3.0) and kernel.now == 2.0
 
 
-def test_a_run_that_turns_without_end_is_an_error() -> None:
+def test_an_endless_run_is_an_error() -> None:
     kernel = Kernel(0)
 
     def again() -> None:
@@ -49,7 +49,7 @@ def test_a_run_that_turns_without_end_is_an_error() -> None:
         kernel.run(1.0, max_events=100)
 
 
-def test_sources_of_chance_do_not_move_each_other() -> None:
+def test_random_sources_are_independent() -> None:
     def numbers(seed: int, drawn_before: int) -> list[float]:
         kernel = Kernel(seed)
         other, mine = kernel.random("other"), kernel.random("mine")
@@ -62,7 +62,7 @@ def test_sources_of_chance_do_not_move_each_other() -> None:
     assert Kernel(1).random("a").random() != Kernel(1).random("b").random()
 
 
-def test_the_checksum_tells_runs_apart() -> None:
+def test_different_runs_have_different_checksums() -> None:
     def checksum(when: float, label: bytes, frame: bytes) -> int:
         kernel = Kernel(0)
         kernel.at(when, WORLD, kernel.trace, label, frame)

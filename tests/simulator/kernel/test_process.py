@@ -33,7 +33,7 @@ def ticking(process: Process, seen: list[float], period_s: float = 1.0) -> None:
     start(process, tick)
 
 
-def test_asyncio_runs_on_it(kernel: Kernel) -> None:
+def test_asyncio_runs_in_a_simulated_process(kernel: Kernel) -> None:
     process = Process(kernel, "p")
     begun = process.time()
     seen: list[Any] = []
@@ -75,7 +75,7 @@ def test_asyncio_runs_on_it(kernel: Kernel) -> None:
     assert kernel.failures == []
 
 
-def test_a_stopped_process_collects_its_events(kernel: Kernel) -> None:
+def test_a_stopped_process_queues_its_events(kernel: Kernel) -> None:
     process, other = Process(kernel, "p"), Process(kernel, "other")
     seen: list[float] = []
     others: list[float] = []
@@ -96,7 +96,7 @@ def test_a_stopped_process_collects_its_events(kernel: Kernel) -> None:
     assert seen == [1.0, 3.5, 4.5]
 
 
-def test_a_loop_may_turn_before_what_came_meanwhile_is_taken_in(kernel: Kernel) -> None:
+def test_a_resumed_loop_may_run_before_its_queued_events(kernel: Kernel) -> None:
     """Both orders occur; the events keep their order, and so do the turns of the loop."""
     orders = set()
     for name in "abcdefgh":
@@ -202,7 +202,7 @@ def test_a_timer_is_never_early(kernel: Kernel) -> None:
         assert when <= seen[0] < when + 1e-6
 
 
-def test_what_ends_a_real_process_ends_a_simulated_one(kernel: Kernel) -> None:
+def test_a_simulated_process_exits_like_a_real_one(kernel: Kernel) -> None:
     process = Process(kernel, "p")
     seen: list[str] = []
 

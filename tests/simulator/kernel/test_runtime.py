@@ -47,7 +47,7 @@ both = pytest.mark.parametrize(
 
 
 @both
-def test_a_wait_ends_with_a_message_the_time_or_the_waker(run: Callable[[Work], None]) -> None:
+def test_a_wait_ends_with_a_message_a_timeout_or_a_wake_up(run: Callable[[Work], None]) -> None:
     async def work(runtime: Runtime) -> None:
         inbox, waker = runtime.inbox(str, KEYS), runtime.waker()
         outlet = runtime.outlet(inbox.address, str, KEYS)
@@ -99,7 +99,7 @@ def test_a_wait_is_ended_from_another_loop(run: Callable[[Work], None]) -> None:
 
 
 @both
-def test_calls_and_steps(run: Callable[[Work], None]) -> None:
+def test_calls_and_steps_run_on_the_simulated_runtime(run: Callable[[Work], None]) -> None:
     class Step:
         def get_output(self) -> int:
             return 7
@@ -157,7 +157,7 @@ def test_a_loop_answers_a_caller_of_its_process() -> None:
     simulated(work)
 
 
-def test_a_loop_that_fails_ends_its_process() -> None:
+def test_a_failed_loop_stops_its_process() -> None:
     kernel = Kernel(0)
     process = Process(kernel, "p")
     runtime = SimRuntime(process, Network(kernel))
@@ -170,7 +170,7 @@ def test_a_loop_that_fails_ends_its_process() -> None:
     assert not process.alive and kernel.failures == ["p: loop: ValueError('why')"]
 
 
-def test_a_loop_that_looks_without_end_is_found() -> None:
+def test_a_loop_that_polls_endlessly_is_found() -> None:
     async def work(runtime: Runtime) -> None:
         inbox = runtime.inbox(str, KEYS)
         while True:
@@ -190,7 +190,7 @@ def test_random_bits_belong_to_the_process() -> None:
     assert again.random_bits(64) == first.random_bits(64)
 
 
-def test_workers_of_virtual_time_answer_a_regrouping_as_others_do() -> None:
+def test_simulated_workers_answer_a_regroup_like_real_ones() -> None:
     """The executor returns a list at once, like every executor, and the runtime awaits it."""
     answers: list[list[Regrouped]] = []
 

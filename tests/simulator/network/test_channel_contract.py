@@ -72,7 +72,7 @@ async def test_an_inbox_drops_what_it_cannot_deliver(world: ChannelWorld, seen: 
 
 
 @over_both
-async def test_an_outlet_keeps_its_messages_until_its_peer_is_there(
+async def test_an_outlet_keeps_its_messages_until_its_peer_connects(
     world: ChannelWorld, seen: Seen
 ) -> None:
     free = world.inbox(name=own("later-free"))
@@ -86,7 +86,7 @@ async def test_an_outlet_keeps_its_messages_until_its_peer_is_there(
 
 
 @over_both
-async def test_a_successor_at_the_same_address_gets_what_was_sent_meanwhile(
+async def test_a_successor_at_the_same_address_receives_earlier_messages(
     world: ChannelWorld, seen: Seen
 ) -> None:
     first = world.inbox(name=own("succession"))
@@ -123,7 +123,7 @@ async def test_frames_that_do_not_decode_are_skipped_and_counted(
 
 
 @over_both
-async def test_a_flood_is_taken_in_parts(world: ChannelWorld, seen: Seen) -> None:
+async def test_a_flood_is_received_in_parts(world: ChannelWorld, seen: Seen) -> None:
     inbox = world.inbox()
     outlet = world.outlet(seen(inbox.address))
     for i in range(_MAX_BURST + 10):
@@ -139,7 +139,7 @@ async def test_a_flood_is_taken_in_parts(world: ChannelWorld, seen: Seen) -> Non
 
 
 @over_both
-async def test_what_was_sent_right_before_closing_arrives(world: ChannelWorld, seen: Seen) -> None:
+async def test_messages_sent_right_before_closing_arrive(world: ChannelWorld, seen: Seen) -> None:
     inbox = world.inbox()
     outlet = world.outlet(seen(inbox.address))
     outlet.send("last")
@@ -204,7 +204,7 @@ async def test_a_successor_waits_until_its_address_is_free(world: ChannelWorld, 
 
 
 @over_both
-async def test_an_async_outlet_keeps_order_and_takes_each_message(
+async def test_an_async_outlet_keeps_order_and_accepts_every_message(
     world: ChannelWorld, seen: Seen
 ) -> None:
     inbox = world.inbox()
@@ -219,7 +219,7 @@ async def test_an_async_outlet_keeps_order_and_takes_each_message(
 
 
 @over_both
-async def test_an_async_outlet_that_closes_delivers_what_it_could_send_and_drops_the_rest(
+async def test_a_closing_async_outlet_delivers_sent_messages_and_drops_the_rest(
     world: ChannelWorld,
 ) -> None:
     inbox = world.inbox(name=own("dropped"))
@@ -242,7 +242,7 @@ async def test_an_async_outlet_that_closes_delivers_what_it_could_send_and_drops
 
 
 @over_both
-async def test_an_outlet_that_is_closed_by_what_it_hears_hands_over_no_more(
+async def test_an_outlet_closed_by_a_message_delivers_no_further_one(
     world: ChannelWorld, seen: Seen
 ) -> None:
     inbox = world.inbox()

@@ -26,7 +26,7 @@ impatient = pytest.mark.parametrize("silence_s", [SILENCE_S])
 
 
 @over_both
-async def test_a_reset_loses_what_is_on_its_way_and_no_more(world: ChannelWorld) -> None:
+async def test_a_reset_loses_only_messages_in_flight(world: ChannelWorld) -> None:
     """This holds in both directions. Nobody is told; the outlet connects again after 100 ms, with
     the same identity."""
 
@@ -51,7 +51,7 @@ async def test_a_reset_loses_what_is_on_its_way_and_no_more(world: ChannelWorld)
 
 
 @over_both
-async def test_what_is_held_back_for_a_while_arrives_in_order(world: ChannelWorld) -> None:
+async def test_delayed_messages_arrive_in_order(world: ChannelWorld) -> None:
     inbox = world.inbox()
     wire = world.wire(inbox)
     outlet = world.outlet(wire.address, b"peer")
@@ -73,7 +73,9 @@ async def test_what_is_held_back_for_a_while_arrives_in_order(world: ChannelWorl
 
 @pytest.mark.parametrize("held", ["up", "down"])
 @over_both
-async def test_a_half_cut_goes_unnoticed_for_a_while(world: ChannelWorld, held: Direction) -> None:
+async def test_a_half_open_connection_is_detected_late(
+    world: ChannelWorld, held: Direction
+) -> None:
     inbox = world.inbox()
     wire = world.wire(inbox)
     outlet = world.outlet(wire.address, b"peer")
@@ -105,7 +107,7 @@ async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
 
 @impatient
 @over_both
-async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> None:
+async def test_only_the_silent_side_closes_the_connection(world: ChannelWorld) -> None:
     """The inbox still hears the outlet, and closes the connection only when it receives the
     outlet's close. What the inbox sends into the half-open connection is lost."""
 
@@ -129,7 +131,7 @@ async def test_a_side_that_hears_nothing_gives_up_alone(world: ChannelWorld) -> 
 
 @impatient
 @over_both
-async def test_the_other_side_of_a_half_cut_learns_it_from_the_end_of_the_connection(
+async def test_the_other_side_of_a_half_cut_detects_it_by_the_disconnect(
     world: ChannelWorld,
 ) -> None:
     """Nothing arrives from the outlet, so the inbox gives up; the other direction still works."""
@@ -177,7 +179,7 @@ async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messag
 
 @pytest.mark.parametrize("returns", [False, True])
 @over_both
-async def test_what_a_lost_connection_has_brought_can_be_read(
+async def test_messages_received_before_a_disconnect_can_be_read(
     world: ChannelWorld, returns: bool
 ) -> None:
     """They are read under another identity if the outlet has connected again by then."""

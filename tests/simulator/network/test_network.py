@@ -24,7 +24,7 @@ def closed_at(world: EchoWorld, side: Side, within_s: float = 30.0) -> float | N
     return None
 
 
-def test_a_message_takes_a_way_and_an_answer_two() -> None:
+def test_a_message_takes_one_delay_and_a_reply_two() -> None:
     world = EchoWorld()
     world.settle()
     begun = world.kernel.now
@@ -53,7 +53,7 @@ def test_a_slow_host_is_slow_both_ways() -> None:
     assert world.clients[0].replies[-1][0] - begun < 0.01
 
 
-def test_a_drop_loses_what_is_under_way_and_the_outlet_connects_again() -> None:
+def test_a_drop_loses_messages_in_flight_and_the_outlet_reconnects() -> None:
     world = EchoWorld(clients=2)
     world.settle()
     client, other = world.clients
@@ -70,7 +70,7 @@ def test_a_drop_loses_what_is_under_way_and_the_outlet_connects_again() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Request", "Reply"])
-def test_a_fault_is_aimed_at_a_message_on_its_way(kind: str) -> None:
+def test_a_fault_can_hit_a_message_in_flight(kind: str) -> None:
     world = EchoWorld()
     world.settle()
     hits: list[tuple[float, str]] = []
@@ -108,7 +108,7 @@ def test_a_short_cut_delays_and_loses_nothing() -> None:
     assert not side.closed
 
 
-def test_a_long_cut_ends_the_connection_on_each_side_alone() -> None:
+def test_a_long_cut_ends_the_connection_separately_on_each_side() -> None:
     world = EchoWorld(options=HEARTBEATS)
     world.settle()
     (side,) = world.net.connections("client1")
@@ -126,7 +126,7 @@ def test_a_long_cut_ends_the_connection_on_each_side_alone() -> None:
 
 
 @pytest.mark.parametrize("cut_s", [7.3, 12.9, 33.7, 70.1])
-def test_a_link_that_is_back_is_used_soon_however_long_it_was_cut(cut_s: float) -> None:
+def test_a_restored_link_is_used_soon_after_any_outage(cut_s: float) -> None:
     world = EchoWorld(options=HEARTBEATS)
     world.settle()
     world.net.isolate("host1", ["host0"])
@@ -171,7 +171,7 @@ def test_a_half_cut_loses_acknowledgements_too() -> None:
     assert side.peer.closed
 
 
-def test_what_is_sent_into_a_half_open_connection_is_answered_by_a_reset() -> None:
+def test_messages_into_a_half_open_connection_cause_a_reset() -> None:
     world = EchoWorld(options=USER_TIMEOUT)
     world.settle()
     (side,) = world.net.connections("client1")
@@ -188,7 +188,7 @@ def test_what_is_sent_into_a_half_open_connection_is_answered_by_a_reset() -> No
 
 
 @pytest.mark.parametrize("options", [None, HEARTBEATS])
-def test_a_stopped_process_is_given_up_by_heartbeats_alone(options: NetworkOptions | None) -> None:
+def test_only_heartbeats_detect_a_stopped_process(options: NetworkOptions | None) -> None:
     world = EchoWorld(options=options)
     world.settle()
     (side,) = world.net.connections("client1")
@@ -204,7 +204,7 @@ def test_a_stopped_process_is_given_up_by_heartbeats_alone(options: NetworkOptio
     assert world.clients[0].numbers() == ([1, 2] if options is None else [2])
 
 
-def test_a_killed_process_ends_its_connections_and_some_of_what_it_sent_arrives() -> None:
+def test_a_killed_process_closes_its_connections_and_some_messages_arrive() -> None:
     arrived = set()
     for seed in range(30):
         world = EchoWorld(seed=seed)
@@ -220,7 +220,7 @@ def test_a_killed_process_ends_its_connections_and_some_of_what_it_sent_arrives(
     assert arrived == {0, 1, 2, 3, 4}
 
 
-def test_what_was_flushed_arrives_whatever_comes() -> None:
+def test_flushed_messages_always_arrive() -> None:
     for seed in range(30):
         world = EchoWorld(seed=seed)
         world.settle()
@@ -260,7 +260,7 @@ def test_a_lost_host_sends_no_end_of_its_connections() -> None:
     assert world.numbers() == []
 
 
-def test_a_process_that_dies_during_a_handshake_harms_nobody() -> None:
+def test_a_process_that_dies_during_a_handshake_is_harmless() -> None:
     """The process dies at each moment of the handshake, and the client then finds its successor."""
     for moment in range(1, 40):
         world = EchoWorld(seed=moment)
@@ -290,7 +290,7 @@ def test_a_cut_during_a_handshake_only_delays_it() -> None:
         assert client.numbers()[-1:] == [2], moment
 
 
-def test_what_a_lost_host_had_under_way_never_arrives() -> None:
+def test_messages_in_flight_from_a_lost_host_never_arrive() -> None:
     """This holds even if the host returns before anyone has noticed its loss."""
     world = EchoWorld(options=HEARTBEATS)
     world.settle()

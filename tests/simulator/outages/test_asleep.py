@@ -58,7 +58,7 @@ def test_engines_sleep_until_they_are_woken_up(lost: str, level: int) -> None:
     assert levels == [[level, level]]
 
 
-def test_an_engine_that_goes_on_without_waking_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_steps_while_asleep_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     right = EngineServer._follow_sleep
 
     async def wrong(server: EngineServer) -> bool:
@@ -118,7 +118,7 @@ def test_a_new_coordinator_wakes_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
     assert min(wakes.at_s) >= _WAKE_AT_S
 
 
-def test_an_engine_begins_nothing_that_was_taken_from_it_while_it_woke_up() -> None:
+def test_a_waking_engine_does_not_start_requests_that_moved_away() -> None:
     """The poison request terminates each engine that computes it. Three engines get it: the second
     one is still reading its weights when the request moves to the third one."""
     poison = Request(3.253367857527694, 0, (48,), 1, POISON_SEED)

@@ -14,7 +14,7 @@ _CUT_AT_S = 4.0
 
 @pytest.mark.parametrize("expert", [False, True])
 @pytest.mark.parametrize("cut_s", [2.0, 6.0, 11.0, 20.0, 40.0])
-def test_the_engine_elsewhere_is_not_ended_by_who_is_cut_off(expert: bool, cut_s: float) -> None:
+def test_an_isolated_manager_kills_no_engine_elsewhere(expert: bool, cut_s: float) -> None:
     """Ray gives up a node after ten seconds, and starts the coordinator elsewhere. The engines that
     reach it continue to serve with it and a new manager."""
     requests = tuple(Request(3.5 + i / 10, 0, (1, 2, 3), 200, i) for i in range(4))

@@ -28,7 +28,7 @@ def _run(change: Callable[[ControlPlane], None] = lambda plane: None, seed: int 
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_coordinator_and_manager_come_on_another_host(seed: int) -> None:
+def test_coordinator_and_manager_restart_on_another_host(seed: int) -> None:
     run = _run(seed=seed)
     assert run.judge().broken == []
     hosts = [process.host for process, _ in run.plane.coordinators]
@@ -36,7 +36,7 @@ def test_coordinator_and_manager_come_on_another_host(seed: int) -> None:
     assert run.plane.manager.process.host != HOSTS[1]
 
 
-def test_the_manager_goes_on_though_its_coordinator_dies_before_engines_know_it() -> None:
+def test_the_manager_continues_although_its_new_coordinator_dies() -> None:
     """The next coordinator learns about the previous manager from the engines."""
     lost, at_view = Fault("lose-host-for-good", 6.1, target=1), partial(AtMessage, "ClusterView")
     first = Fault("kill", 7.6, target=0, trigger=at_view(3))
@@ -56,12 +56,12 @@ def test_the_manager_goes_on_though_its_coordinator_dies_before_engines_know_it(
     assert len(verdict.faults) == 3 and verdict.broken == []
 
 
-def test_a_coordinator_that_is_not_looked_for_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_search_the_new_coordinator_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CoordinatorFinder, "check", lambda finder: None)
     assert _run().judge().broken
 
 
-def test_a_pause_outlives_both_though_its_checkpoint_is_lost() -> None:
+def test_a_pause_survives_both_although_its_checkpoint_is_lost() -> None:
     """The engines have kept the pause and the target."""
 
     def pause(plane: ControlPlane) -> None:

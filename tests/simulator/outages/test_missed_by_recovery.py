@@ -7,7 +7,7 @@ from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Scenario
 
 
-def test_an_engine_that_was_not_heard_of_joins_again() -> None:
+def test_an_engine_missed_by_the_recovery_rejoins() -> None:
     faults = (Fault("black-hole", 9.72, 7, 3.5), Fault("kill-control", 10.94))
     operations = Operation(3.35, "scale", 1), Operation(10.22, "scale", 4)
     run = Run(Scenario(761, 3, 2, True, (), faults, operations, step_s=SLOW_STEP_S))

@@ -34,7 +34,7 @@ def _lose_control_host(engines: int, seed: int) -> Run:
 
 @pytest.mark.parametrize("engines", [2, 3])
 @pytest.mark.parametrize("seed", range(3))
-def test_those_that_are_left_answer_alone_and_then_share_again(engines: int, seed: int) -> None:
+def test_remaining_engines_serve_standalone_and_then_share_again(engines: int, seed: int) -> None:
     run = _lose_control_host(engines, seed)
     plane = run.plane
     with simulated_exits():
@@ -54,7 +54,7 @@ def test_those_that_are_left_answer_alone_and_then_share_again(engines: int, see
     )
 
 
-def test_without_it_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_standalone_serving_engines_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StandaloneMonitor, "check", lambda *_args, **_more: False)
     run = _lose_control_host(2, 0)
     with simulated_exits():

@@ -34,17 +34,19 @@ def _run_hang() -> Run:
 
 
 @pytest.mark.parametrize("kind", ["cut", "half-cut"])
-def test_an_ingress_is_not_ready_whose_engine_waits_for_the_coordinator(kind: str) -> None:
+def test_an_ingress_with_an_engine_that_waits_for_the_coordinator_is_not_ready(kind: str) -> None:
     run = _run_experts(kind)
     assert run.judge().broken == []
     assert run.prober.num_compared[False], "it was not ready, and did not answer"
 
 
-def test_a_request_leaves_an_engine_that_hangs_where_no_coordinator_sees_it() -> None:
+def test_without_a_coordinator_a_request_leaves_a_hanging_engine() -> None:
     assert _run_hang().judge().broken == []
 
 
-def test_nobody_finds_it_without_the_answers_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_replies_of_engines_a_hanging_engine_is_not_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(AsyncEngineCoreClient, "_fault", lambda client, engine: None)
     broken = _run_experts("cut").judge().broken
     assert any("is ready, and does not answer" in law for law in broken)

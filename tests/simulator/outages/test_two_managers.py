@@ -38,11 +38,11 @@ def _run(seed: int) -> Run:
     return run
 
 
-def test_serve_replaces_the_one_that_is_left() -> None:
+def test_serve_replaces_the_outdated_manager() -> None:
     for seed in range(12):
         assert _run(seed).judge().broken == []
 
 
-def test_one_that_stays_leads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_outdated_manager_leads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SimManager, "_on_deposed", lambda manager: None)
     assert any(_run(seed).judge().broken for seed in range(12))

@@ -10,7 +10,7 @@ from tests.simulator.plants.mutants import all_mutants, instrumented_modules
 ROSTER = Roster(1, (Member(0, ChannelAddress("host", "", "")),))
 
 
-def test_a_mutant_acts_while_it_is_planted() -> None:
+def test_a_mutant_is_active_while_planted() -> None:
     mutants = [each for each in all_mutants() if each.function is rosters.leave]
     (unchanged,) = [each for each in mutants if str(each).endswith("it only returns roster")]
     right = rosters.leave(ROSTER, [0])
@@ -20,7 +20,7 @@ def test_a_mutant_acts_while_it_is_planted() -> None:
     assert rosters.leave(ROSTER, [0]) == right
 
 
-def test_every_change_of_a_function_is_another_code() -> None:
+def test_every_mutation_changes_the_code() -> None:
     mutants = [each for each in all_mutants() if each.function is rosters.end_repair]
     codes = {mutant.site.compile() for mutant in mutants}
     assert len(codes) == len(mutants) > 3 and rosters.end_repair.__code__ not in codes

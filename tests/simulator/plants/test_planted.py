@@ -70,6 +70,6 @@ def test_every_bug_has_a_seed() -> None:
     assert SEEDS.keys() == BUGS.keys()
 
 
-def test_there_are_bugs_of_every_part() -> None:
+def test_every_part_has_a_planted_bug() -> None:
     parts = [name.partition(":")[0] for name in BUGS]
     assert set(parts) == {"ingress", "engine", "coordinator", "manager"} and len(parts) >= 12

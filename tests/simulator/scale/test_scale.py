@@ -29,7 +29,7 @@ def test_a_small_cluster_serves_all_requests_and_loses_an_engine(
     assert len(result.broken(Limits(0.0, 0.0, 0.0, 0.0))) == 4
 
 
-def test_an_event_takes_the_time_that_it_takes() -> None:
+def test_an_event_is_charged_its_real_time() -> None:
     """Later events wait for it."""
     kernel = Kernel(0)
     process = MeteredProcess(kernel, "p", "host", COSTS)

@@ -95,7 +95,7 @@ class RayHosts:
         self.net.reunite(host, [f"host{i}" for i in range(3)])
 
 
-def test_a_request_fails_while_the_gcs_is_away_and_a_write_may_be_done_later() -> None:
+def test_a_request_fails_during_a_gcs_outage_and_a_write_may_be_applied_later() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -115,7 +115,7 @@ def test_a_request_fails_while_the_gcs_is_away_and_a_write_may_be_done_later() -
     hosts.run(work)
 
 
-def test_a_change_fails_while_the_gcs_is_away_and_is_done_before_later_ones() -> None:
+def test_a_failed_change_during_a_gcs_outage_is_applied_before_later_ones() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -130,7 +130,7 @@ def test_a_change_fails_while_the_gcs_is_away_and_is_done_before_later_ones() ->
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_helper_ends_a_stopped_process_of_another_host(isolated: bool) -> None:
+def test_a_helper_kills_a_stopped_process_of_another_host(isolated: bool) -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -152,7 +152,7 @@ def test_a_helper_ends_a_stopped_process_of_another_host(isolated: bool) -> None
     hosts.run(work)
 
 
-def test_calls_of_actors_need_no_gcs() -> None:
+def test_actor_calls_work_without_the_gcs() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -164,7 +164,7 @@ def test_calls_of_actors_need_no_gcs() -> None:
     hosts.run(work)
 
 
-def test_a_death_is_noticed_late_and_later_without_the_gcs() -> None:
+def test_a_death_is_detected_late_and_later_without_the_gcs() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -202,7 +202,7 @@ def test_engines_fill_the_hosts_and_wait_for_room() -> None:
     hosts.run(work)
 
 
-def test_an_actor_runs_so_many_calls_at_a_time() -> None:
+def test_an_actor_runs_a_limited_number_of_calls_concurrently() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -263,9 +263,7 @@ def test_actors_of_a_lost_host_die_and_the_coordinator_moves() -> None:
     hosts.run(work)
 
 
-def test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when_it_learns_it() -> (
-    None
-):
+def test_a_long_isolated_host_counts_as_dead_and_then_kills_its_processes() -> None:
     hosts = RayHosts()
 
     async def work() -> None:
@@ -289,7 +287,7 @@ def test_a_host_that_is_cut_off_for_long_is_given_up_and_ends_its_processes_when
     hosts.run(work)
 
 
-def test_a_short_cut_ends_nothing() -> None:
+def test_a_short_cut_kills_nothing() -> None:
     hosts = RayHosts()
 
     async def work() -> None:

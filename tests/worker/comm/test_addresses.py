@@ -60,7 +60,7 @@ def test_groups_between_engines_are_at_the_address_of_the_worker(store) -> None:
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_failed_forming_names_the_address_and_the_absent_ranks(store, is_aborted) -> None:
+def test_a_failed_group_formation_names_the_address_and_the_absent_ranks(store, is_aborted) -> None:
     mesh = Mesh.build(PAIR, 0, host=HOSTS[0])
     mesh.begin(1)
     plan = GroupPlan(1, epoch=7, engines=2, index=0)
@@ -72,7 +72,7 @@ def test_a_failed_forming_names_the_address_and_the_absent_ranks(store, is_abort
     assert raised.value.absent == (1,)
 
 
-def test_absent_peers_are_named_by_engine_not_by_rank(store) -> None:
+def test_absent_peers_are_named_by_engine_and_not_by_rank(store) -> None:
     """Absent peers are named by engine, not by rank; each engine has two ranks of an expert
     group."""
     parallel = load({"model": {"path": "m"}, "parallel": {"expert": True, "tensor": 2}}).parallel
@@ -88,7 +88,7 @@ def test_absent_peers_are_named_by_engine_not_by_rank(store) -> None:
     assert raised.value.absent == (2,)
 
 
-def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that does not answer is named; a host that refuses a connection is reachable."""
     silent = socket.socket()
     silent.bind(("127.0.0.1", 0))

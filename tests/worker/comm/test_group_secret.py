@@ -22,7 +22,7 @@ from tests.worker.comm.test_mesh import in_threads
 OURS, THEIRS = GroupSecret(b"ours", "group"), GroupSecret(b"theirs", "group")
 
 
-def test_everything_differs_by_secret_group_and_rank() -> None:
+def test_prefixes_signatures_and_tokens_differ_by_secret_group_and_rank() -> None:
     groups = [GroupSecret(key, name) for key in (b"a", b"b") for name in ("x", "y")]
     assert len({group.prefix for group in groups}) == 4
     signed = {group.sign(rank, "h 1") for group in groups for rank in (0, 1)}
@@ -43,7 +43,7 @@ def test_everything_differs_by_secret_group_and_rank() -> None:
         "10.0.0.1 7 \N{SNOWMAN}",
     ],
 )
-def test_an_address_of_somebody_else_is_not_opened(signed: str) -> None:
+def test_an_address_signed_by_another_group_is_refused(signed: str) -> None:
     assert OURS.open(1, OURS.sign(1, "10.0.0.1 7")) == "10.0.0.1 7"
     with pytest.raises(ForeignAddress, match=r"rank 1 .* docs/operate/security\.md"):
         OURS.open(1, signed)
@@ -100,7 +100,7 @@ def test_a_failed_proof_is_a_failure_of_the_group() -> None:
         mesh.regroup(plan, expert_store=store, timeout_s=5)
 
 
-def test_a_formed_group_takes_no_connection_and_goes_on() -> None:
+def test_a_formed_group_refuses_connections_and_continues() -> None:
     """A formed group accepts no connection and continues. Gloo itself would keep any connection
     forever, also that of an untrusted peer."""
     store = dist.HashStore()  # type: ignore[attr-defined]

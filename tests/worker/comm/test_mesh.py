@@ -100,9 +100,7 @@ def test_operations(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4])
-def test_a_row_of_a_sum_has_its_bits_alone_and_among_others(
-    tensor: int, dtype: torch.dtype
-) -> None:
+def test_a_row_of_a_sum_has_the_same_bits_in_any_batch(tensor: int, dtype: torch.dtype) -> None:
     """A row of an ordered sum has the same bits by itself and among others, also if it is
     strided."""
     store, rows, size = dist.HashStore(), 7, 37
@@ -142,7 +140,7 @@ def test_a_group_of_one_needs_no_store() -> None:
     mesh.close()
 
 
-def test_next_epoch_forms_beside_the_first() -> None:
+def test_the_next_epoch_forms_next_to_the_first() -> None:
     """The next epoch forms while the first one runs: the old group still works, and closing it does
     not affect the new one."""
     store = dist.HashStore()
@@ -179,13 +177,13 @@ def test_leaving_a_group_wakes_the_peer() -> None:
     in_threads(2, work)
 
 
-def test_a_peer_that_never_comes() -> None:
+def test_a_peer_that_never_connects_is_an_error() -> None:
     with pytest.raises(GroupError, match=r"'tensor0'.*ranks \[1\] of 2 did not connect in 1 s"):
         Mesh.build(ParallelConfig(tensor=2), 0, dist.HashStore(), timeout_s=1)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_peer_that_takes_its_time_is_waited_for(slow: int) -> None:
+def test_a_slow_peer_is_waited_for(slow: int) -> None:
     """A slow peer is waited for, longer than the time after which an aborted operation is given
     up."""
     store = dist.HashStore()
@@ -265,7 +263,7 @@ def test_another_thread_aborts_forming() -> None:
         mesh.tensor.all_reduce(torch.ones(1))
 
 
-def test_abort_of_an_older_plan_is_late() -> None:
+def test_an_abort_of_an_older_plan_is_ignored() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
@@ -359,7 +357,7 @@ def test_two_processes_over_tcp() -> None:
     assert got == [(0, [0, 1, 2, 3], 2), (1, [0, 1, 2, 3], 2)]
 
 
-def test_a_dry_run_needs_no_peers_and_gives_no_garbage() -> None:
+def test_a_dry_run_needs_no_peers_and_returns_defined_values() -> None:
     """A dry run needs no peers and returns no garbage: properties that are measured with a model's
     first tokens must not depend on old memory contents."""
     group = Mesh.build(ParallelConfig(tensor=2), 0).tensor

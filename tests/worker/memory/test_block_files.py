@@ -38,7 +38,7 @@ def claim(folder: Path, rank: int = 0) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_blocks_are_read_as_they_were_written(tmp_path: Path, dtype: torch.dtype) -> None:
     source, target = caches(1, dtype), caches(2, dtype)
     before = [each.clone() for each in target]
     files(source, tmp_path).write(BlockFile(NAME, [0, 1, 2, 3], [7, 2, 9, 0]))
@@ -51,7 +51,7 @@ def test_what_is_read_is_what_was_written(tmp_path: Path, dtype: torch.dtype) ->
     assert not os.listdir(tmp_path / HANDOVER_FOLDER)
 
 
-def test_nothing_is_needed_of_it(tmp_path: Path) -> None:
+def test_a_claimed_file_that_is_not_needed_is_removed(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
     claim(tmp_path)
     files(caches(2), tmp_path).read(BlockFile(NAME, [], []))
@@ -65,7 +65,7 @@ def test_a_stage_without_a_cache_has_an_empty_file(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path / HANDOVER_FOLDER)
 
 
-def test_what_was_cut_off_is_an_error(tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0, 1], [7, 8]))
     claim(tmp_path)
     path = tmp_path / HANDOVER_FOLDER / f"{NAME}.0{CLAIMED}"
@@ -74,14 +74,14 @@ def test_what_was_cut_off_is_an_error(tmp_path: Path) -> None:
         files(caches(2), tmp_path).read(BlockFile(NAME, [0, 1], [1, 2]))
 
 
-def test_others_may_not_look(tmp_path: Path) -> None:
+def test_other_users_may_not_read_block_files(tmp_path: Path) -> None:
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
     folder = tmp_path / HANDOVER_FOLDER
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / f"{NAME}.0").stat().st_mode & 0o777 == 0o600
 
 
-def test_there_are_never_more_bytes_than_there_may_be(tmp_path: Path) -> None:
+def test_block_files_never_exceed_the_size_limit(tmp_path: Path) -> None:
     """The files never exceed the byte limit; each file has 524 bytes: 2 x 64 numbers and 3."""
     writer = files(caches(1), tmp_path, limit=2 * 524)
     for number in range(4):
@@ -91,7 +91,7 @@ def test_there_are_never_more_bytes_than_there_may_be(tmp_path: Path) -> None:
     assert found == [f"{0:032x}.0", f"{1:032x}.0", f"{NAME}.1"]
 
 
-def test_what_nobody_reads_is_removed(tmp_path: Path) -> None:
+def test_unread_files_are_removed(tmp_path: Path) -> None:
     writer = files(caches(1), tmp_path)
     writer.write(BlockFile(NAME, [0], [7]))
     claim(tmp_path)
@@ -103,12 +103,12 @@ def test_what_nobody_reads_is_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / HANDOVER_FOLDER) == ["cd" * 16 + ".0"]
 
 
-def test_a_disk_that_fails_costs_nothing(tmp_path: Path) -> None:
+def test_a_write_error_is_ignored(tmp_path: Path) -> None:
     (tmp_path / HANDOVER_FOLDER).write_text("no folder")
     files(caches(1), tmp_path).write(BlockFile(NAME, [0], [7]))
 
 
-def test_nothing_else_is_removed(tmp_path: Path) -> None:
+def test_files_of_others_are_never_removed(tmp_path: Path) -> None:
     """No other file or folder is removed, however old it is."""
     others = [
         tmp_path / "model.safetensors",
@@ -151,7 +151,7 @@ def test_a_real_full_disk_is_an_error() -> None:
         block_files._write_all(out, memoryview(b"abc"))
 
 
-def test_more_blocks_than_are_staged_at_once(tmp_path: Path) -> None:
+def test_more_blocks_than_the_staging_buffer_are_copied(tmp_path: Path) -> None:
     with patch.object(block_files, "_STAGED_BLOCKS", 3):
         source, target = caches(1), caches(2)
         files(source, tmp_path).write(BlockFile(NAME, [*range(8)], [*range(8)]))
@@ -175,7 +175,7 @@ def handed_over(tmp_path: Path) -> bool:
     return bool(torch.equal(target[0][4], source[0][7]))
 
 
-def test_nothing_goes_through_a_folder_in_which_others_write(tmp_path: Path) -> None:
+def test_folders_writable_by_others_are_not_used(tmp_path: Path) -> None:
     assert handed_over(tmp_path)
     folder = tmp_path / HANDOVER_FOLDER
     folder.chmod(0o777)
@@ -188,7 +188,7 @@ def test_nothing_goes_through_a_folder_in_which_others_write(tmp_path: Path) -> 
     assert not os.listdir(tmp_path / "other")
 
 
-def test_links_in_the_place_of_files_are_neither_written_nor_claimed(tmp_path: Path) -> None:
+def test_links_in_place_of_files_are_neither_written_nor_claimed(tmp_path: Path) -> None:
     """Links in the place of files are neither written nor claimed. Another account that owned the
     folder before could have created them."""
     folder = tmp_path / HANDOVER_FOLDER

@@ -67,7 +67,7 @@ def answers(llm: LLM) -> list[tuple[list[int], float]]:
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_answers_are_those_of_a_large_cache(tmp_path: Path, setup: str) -> None:
+def test_answers_equal_those_with_a_large_cache(tmp_path: Path, setup: str) -> None:
     make(tmp_path)
     split = {k: v for k, v in SETUPS[setup].items() if k.startswith("parallel")}
     small = {"cache.block_tokens": 8, "cache.memory_bytes": BLOCKS_11, **SETUPS[setup]}
@@ -107,7 +107,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_copies_are_made_in_order(tmp_path: Path) -> None:
+def test_copies_run_in_order(tmp_path: Path) -> None:
     """Copies are made in order, also if a slot is written twice and read in between."""
     layers = layers_of(5)
     store = OffloadStore(caches(layers), (2, 2), str(tmp_path))
@@ -140,7 +140,7 @@ def test_copies_are_made_in_order(tmp_path: Path) -> None:
         ([3, 3, 4], [(3, 0, 1), (3, 1, 3)]),  # one block may be copied to several blocks
     ],
 )
-def test_blocks_that_follow_each_other_are_one_copy(
+def test_consecutive_blocks_are_one_copy(
     blocks: list[int], runs: list[tuple[int, int, int]]
 ) -> None:
     assert runs_of(blocks) == runs
@@ -168,7 +168,7 @@ def test_batches_have_the_result_of_the_copies_in_order() -> None:
         assert in_batches == in_order
 
 
-def test_what_leaves_a_full_tier_goes_first() -> None:
+def test_evictions_from_a_full_tier_precede_writes() -> None:
     """With two full tiers, each saved block moves another one to the disk, and these moves come
     first."""
     tiers = OffloadTiers((4, 8))

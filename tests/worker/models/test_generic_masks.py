@@ -72,7 +72,7 @@ def test_masks_without_a_window(function: Any) -> None:
         sliding_window_of(function, 64)
 
 
-def test_masks_of_tokens_are_no_masks_of_positions() -> None:
+def test_masks_of_tokens_are_not_masks_of_positions() -> None:
     function = masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(BLOCKS))
     with pytest.raises(UnsupportedMaskError, match="more than the positions"):
         sliding_window_of(function, 64)
@@ -85,7 +85,7 @@ def windows(folder: Path, **model: Any) -> list[int]:
     return [layer.window for layer in built.attention_layers()]
 
 
-def test_a_keyword_of_none_is_no_window(tmp_path: Path) -> None:
+def test_a_window_of_none_means_no_window(tmp_path: Path) -> None:
     """A keyword of None is not a window. The layers of exaone4 all have an attribute
     `sliding_window`, which is None in every second layer."""
     oracle = tiny_models.make(tmp_path, "exaone4")
@@ -113,16 +113,14 @@ def test_a_window_that_only_the_mask_has(tmp_path: Path) -> None:
         ("lfm2", ["layer_types", "'conv'"]),
     ],
 )
-def test_masks_that_no_layer_of_ours_computes(
-    tmp_path: Path, family: str, words: list[str]
-) -> None:
+def test_unsupported_masks_are_refused(tmp_path: Path, family: str, words: list[str]) -> None:
     tiny_models.make(tmp_path, family)
     text = refusal(tmp_path, backend="transformers", max_model_len=MAX_TOKENS)
     for word in words:
         assert word in text
 
 
-def test_tokens_that_mix_outside_of_attention() -> None:
+def test_layers_that_mix_tokens_outside_attention_are_detected() -> None:
     """Layers that mix tokens outside of attention are detected: the convolutions of lfm2 use
     earlier tokens, which neither a mask nor a position shows."""
     kind = {"num_hidden_layers": 2, "layer_types": ["conv"] * 2, "hidden_size": 32}

@@ -224,7 +224,9 @@ NATIVE = [
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
 @pytest.mark.parametrize("family", NATIVE)
-def test_native_is_transformers(tiny: Any, family: str, tensor: int, pipeline: int) -> None:
+def test_native_models_equal_transformers(
+    tiny: Any, family: str, tensor: int, pipeline: int
+) -> None:
     check(*tiny(family), tensor, pipeline, "native")
 
 
@@ -233,7 +235,9 @@ GENERIC = ["gpt_neox", "starcoder2", "smollm3", "gemma2", "olmo2", "phi3"]
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
 @pytest.mark.parametrize("family", GENERIC)
-def test_generic_is_transformers(tiny: Any, family: str, tensor: int, pipeline: int) -> None:
+def test_generic_models_equal_transformers(
+    tiny: Any, family: str, tensor: int, pipeline: int
+) -> None:
     check(*tiny(family), tensor, pipeline, "transformers")
 
 
@@ -359,13 +363,13 @@ def test_refusals(
         assert word in text
 
 
-def test_intermediate_size_that_does_not_divide(tmp_path: Path) -> None:
+def test_an_indivisible_intermediate_size_is_refused(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "llama", intermediate_size=191)
     for backend in ("native", "transformers"):
         assert "=191" in refusal(tmp_path, tensor=2, backend=backend)
 
 
-def test_rope_types_that_are_refused(tmp_path: Path) -> None:
+def test_unsupported_rope_types_are_refused(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     oracle = tiny_models.make(tmp_path, "llama", rope_parameters=rope)
     text = refusal(tmp_path, backend="native")

@@ -18,13 +18,13 @@ YARN = {**tiny_models.YARN, "factor": None}
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_yarn_may_leave_its_factor_to_the_lengths(tmp_path: Path, backend: str) -> None:
+def test_a_missing_yarn_factor_follows_from_the_lengths(tmp_path: Path, backend: str) -> None:
     """YaRN may derive its factor from the lengths: 256 positions from 64 are a factor of 4."""
     check(tmp_path, tiny_models.make(tmp_path, "llama", rope_parameters=YARN), backend=backend)
 
 
 @pytest.mark.parametrize("part", [0.5, 0.0])
-def test_partial_rotation_is_not_native(tmp_path: Path, part: float) -> None:
+def test_partial_rotation_uses_the_generic_backend(tmp_path: Path, part: float) -> None:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": part}
     tiny_models.make(tmp_path, "llama")
     tiny_models.change_config(tmp_path, rope_parameters=rope)
@@ -34,7 +34,7 @@ def test_partial_rotation_is_not_native(tmp_path: Path, part: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
-def test_architectures_that_contradict_each_other(tmp_path: Path, backend: str) -> None:
+def test_contradictory_architectures_are_refused(tmp_path: Path, backend: str) -> None:
     tiny_models.make(tmp_path, "qwen2")
     tiny_models.change_config(tmp_path, architectures=["LlamaForCausalLM"])
     text = refusal(tmp_path, backend=backend)
@@ -62,26 +62,26 @@ def test_an_unknown_architecture_falls_back_to_the_model_type(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "cpmant"])
-def test_a_limit_for_models_that_name_none(tmp_path: Path, family: str) -> None:
+def test_models_without_a_limit_in_their_config_have_a_limit(tmp_path: Path, family: str) -> None:
     """Models without `max_position_embeddings` in their configs still have a limit."""
     config = tiny_models.config_of(family)
     config.save_pretrained(tmp_path)
     assert "positions" in refusal(tmp_path, max_model_len=MAX_TOKENS, load_format="dummy")
 
 
-def test_several_text_models_are_none(tmp_path: Path) -> None:
+def test_a_config_of_several_text_models_is_refused(tmp_path: Path) -> None:
     tiny_models.config_of("musicgen").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not a single text model"):
         load_config(ModelConfig(path=str(tmp_path)))
 
 
-def test_a_head_that_takes_another_width(tmp_path: Path) -> None:
+def test_a_head_may_have_another_input_width(tmp_path: Path) -> None:
     """A head may take another width, as in opt-350m: the last layer's output is projected before
     the head."""
     check(tmp_path, tiny_models.make(tmp_path, "opt", word_embed_proj_dim=64))
 
 
-def test_buffers_without_dimensions(tmp_path: Path) -> None:
+def test_scalar_buffers_are_loaded(tmp_path: Path) -> None:
     oracle = tiny_models.make(tmp_path, "apertus")
     for name, buffer in oracle.named_buffers():
         if name.endswith("act_fn.beta"):
@@ -91,12 +91,12 @@ def test_buffers_without_dimensions(tmp_path: Path) -> None:
     check(tmp_path, oracle)
 
 
-def test_a_head_that_looks_at_its_tokens(tmp_path: Path) -> None:
+def test_a_head_that_reads_token_ids_equals_transformers(tmp_path: Path) -> None:
     check(tmp_path, tiny_models.make(tmp_path, "gemma4"), chunk=7)
 
 
 @pytest.mark.parametrize("split", [{"pipeline": 2}, {"tensor": 2}])
-def test_layers_that_cannot_be_split(tmp_path: Path, split: dict[str, Any]) -> None:
+def test_layers_that_cannot_be_split_refuse_a_split(tmp_path: Path, split: dict[str, Any]) -> None:
     """Layers that cannot be split are refused with a split: those of gemma3n carry four streams,
     and their activations compare all of a layer's values."""
     check(tmp_path, tiny_models.make(tmp_path, "gemma3n"))

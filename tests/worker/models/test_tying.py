@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_another_stored_head_is_the_head(
+def test_a_different_stored_head_is_used(
     folder: Path, backend: str, tensor: int, pipeline: int
 ) -> None:
     generator = torch.Generator().manual_seed(3)
@@ -45,14 +45,14 @@ def test_another_stored_head_is_the_head(
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_the_same_stored_twice_is_tied(folder: Path, backend: str) -> None:
+def test_a_head_stored_equal_to_the_embedding_is_tied(folder: Path, backend: str) -> None:
     same = load_file(folder / WEIGHTS)[EMBEDDING]
     check(folder, store(folder, **{HEAD: same.clone()}), backend=backend)
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 1), (2, 2)])
 @pytest.mark.parametrize("backend", ["native", "transformers"])
-def test_a_head_alone_is_the_embedding_too(
+def test_a_stored_head_without_an_embedding_serves_as_both(
     folder: Path, backend: str, tensor: int, pipeline: int
 ) -> None:
     same = load_file(folder / WEIGHTS)[EMBEDDING]

@@ -37,7 +37,7 @@ def cases(draw: Any) -> tuple[list[list[int]], list[set[int]], int, int]:
 
 @settings(max_examples=500, deadline=None)
 @given(cases())
-def test_every_placement_can_be_held_and_computes_each_choice_once(case: Any) -> None:
+def test_every_placement_fits_and_computes_each_choice_once(case: Any) -> None:
     load, have, experts, redundant = case
     placement = balance(load, have, experts, redundant)
     assert placement == balance(load, [set(held) for held in have], experts, redundant)
@@ -168,7 +168,7 @@ def test_no_bit_changes_while_experts_move(
 
 
 @pytest.mark.slow
-def test_experts_that_are_chosen_alike_stay(tiny_moe: Any) -> None:
+def test_equally_loaded_experts_stay(tiny_moe: Any) -> None:
     """Experts that are chosen equally often stay: below the limit nothing moves."""
     folder, _ = tiny_moe("mixtral")
     with EngineGroup(folder, parallel__balance_steps=3) as engine_group:
@@ -198,7 +198,7 @@ def test_the_load_of_a_skewed_model_evens_out(tiny_moe: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_copies_go_and_come_again_with_engines(tiny_moe: Any, tmp_path: Path) -> None:
+def test_copies_disappear_and_return_with_engines(tiny_moe: Any, tmp_path: Path) -> None:
     """Copies are dropped and made again when engines leave and join. A rescale places experts from
     any copy; a dead engine takes some copies with it."""
     folder = skewed_model(tiny_moe("mixtral")[0], tmp_path / "model")
@@ -252,7 +252,7 @@ def test_an_engine_that_dies_while_experts_move_breaks_the_step(
 
 
 @pytest.mark.slow
-def test_a_layer_that_is_half_moved_is_placed_anew(
+def test_a_half_moved_layer_is_placed_again(
     tiny_moe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A layer that is half moved is placed again. A worker fails between two moves of the layer:

@@ -32,7 +32,7 @@ SPREADS = {1: [[0, 1, 3]], 2: [[0, 1], [2, 3, 4]], 3: [[0, 1, 2], [], [3]]}
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("engines", [1, 2, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engines_answer_as_transformers(
+def test_engines_answer_like_transformers(
     tiny_moe: Any, family: str, engines: int, tensor: int
 ) -> None:
     folder, truth = tiny_moe(family)
@@ -126,7 +126,7 @@ def test_progress_counter_counts_layers_and_stops_when_idle(tiny_moe: Any) -> No
         assert [one - other for one, other in zip(after, before, strict=True)] == [8, 4]
 
 
-def test_choices_travel_whole_beside_small_types() -> None:
+def test_choices_keep_their_type_next_to_small_types() -> None:
     """Expert indices are sent exactly with 16-bit types: there are 300 experts, and bfloat16
     represents integers exactly only up to 256."""
     traits = ExpertTraits(300, 4, 2, True, False, ("gate", "up", "down"))

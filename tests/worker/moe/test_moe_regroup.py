@@ -156,7 +156,7 @@ def test_an_abort_wakes_workers_that_wait_for_a_peer(tiny_moe: Any) -> None:
         assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
-def test_a_worker_that_cannot_read_its_experts(
+def test_a_worker_that_cannot_read_its_experts_reports_the_error(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that cannot read its experts reports the failure; its peer detects it in the next
@@ -184,7 +184,7 @@ def test_a_worker_that_cannot_read_its_experts(
         assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
-def test_an_engine_that_loads_experts_for_itself_leaves_it_for_a_newer_group(
+def test_loading_missing_experts_can_be_aborted_for_a_newer_group(
     tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that loads experts for itself can be aborted for a newer group. It keeps the
@@ -209,7 +209,7 @@ def test_an_engine_that_loads_experts_for_itself_leaves_it_for_a_newer_group(
         assert answers(engine_group, [[0], [1]]) == truth[:2]
 
 
-def test_dummy_experts_are_the_same_wherever_they_lie(tmp_path: Path) -> None:
+def test_dummy_experts_are_equal_on_every_engine(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "qwen3_moe")
     (tmp_path / "model.safetensors").unlink()
 

@@ -282,7 +282,7 @@ def test_a_resumed_answer_equals_an_undisturbed_one(name):
         assert later.outputs(2) == outputs
 
 
-def test_a_slot_that_is_taken_again_has_forgotten_what_its_last_row_drew():
+def test_a_reused_slot_has_no_state_of_its_last_row():
     alone = Answers()
     alone.take(0, lark(choice=["xyz"]))
     alone.finish([0])
@@ -310,7 +310,7 @@ def test_rows_that_pause_and_return_are_not_mixed_up():
     assert answers.finish([0, 1, 2]) == wanted
 
 
-def test_behind_the_end_only_ends_are_drawn(logged_errors):
+def test_after_an_end_token_only_end_tokens_are_drawn(logged_errors):
     """After the end only end tokens are sampled: a step in flight samples once more for a finished
     request."""
     answers = Answers()
@@ -366,7 +366,7 @@ FAILS = "the output cannot follow its grammar: "
 
 
 @pytest.mark.parametrize("source", ["start: nothing", "start: /(/", "%json"])
-def test_a_grammar_that_does_not_compile_fails_its_row_alone(source, logged_errors):
+def test_a_grammar_that_does_not_compile_fails_only_its_row(source, logged_errors):
     answers, alone = Answers(), Answers()
     answers.take(0, source)
     for one in (answers, alone):
@@ -407,7 +407,7 @@ def test_tokens_that_only_the_tokenizer_has_do_not_continue_a_grammar(vocab, cho
         assert len(sampled) == 1 + can
 
 
-def test_a_mask_may_fail_midway(monkeypatch, logged_errors):
+def test_a_mask_that_fails_midway_fails_its_row(monkeypatch, logged_errors):
     """A mask may exceed its limits midway: the first mask of the grammar is cheap, a later one is
     not."""
     limits = {**module.GRAMMAR_LIMITS, "step_max_items": 8}
@@ -423,7 +423,7 @@ def test_a_mask_may_fail_midway(monkeypatch, logged_errors):
     assert list(answers.failed.among([0, 1])) == [0]
 
 
-def test_a_mask_that_costs_too_much_is_no_end_of_the_answer(monkeypatch, logged_errors):
+def test_an_expensive_mask_does_not_finish_the_answer(monkeypatch, logged_errors):
     """A mask that costs too much does not end the output. The library allows an end token where it
     has given up, so the output would seem to have finished with `stop`."""
     monkeypatch.setattr(module, "GRAMMAR_LIMITS", {**module.GRAMMAR_LIMITS, "max_lexer_states": 8})

@@ -56,7 +56,7 @@ def test_a_bad_word_may_begin_in_the_prompt(prompt):
     assert row.known == (free if prompt[-3:] == word else [9, 1, 2, 30, 8])
 
 
-def test_a_word_longer_than_all_that_is_known_is_not_begun_before_the_prompt():
+def test_a_word_longer_than_the_known_tokens_does_not_match():
     """A word longer than all known tokens does not match before the prompt. The slot held [7, 1, 2]
     before; positions before the prompt match nothing."""
     harness = SamplerHarness()
@@ -84,7 +84,7 @@ IMPOSSIBLE = [
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize(("params", "ends", "left", "possible"), IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 1.0, 100.0])
-def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, temperature):
+def test_the_only_allowed_token_is_sampled(backend, params, ends, left, possible, temperature):
     """Contradicting parameters still yield a token, the one that violates the fewest of them. A
     token that the grammar excludes is never sampled, with any filters."""
     sample = load_backend(backend, "sample")
@@ -101,7 +101,7 @@ def test_the_last_one_left_is_sampled(backend, params, ends, left, possible, tem
             assert token.item() in possible
 
 
-def test_many_bans_of_one_token_weigh_less_than_not_being_allowed():
+def test_many_bans_of_one_token_weigh_less_than_a_disallowed_token():
     """Many bans of one token weigh less than not being allowed: as many bans as a request may
     have."""
     harness = SamplerHarness()

@@ -218,7 +218,7 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
     assert not head.num_rows
 
 
-def test_both_kinds_of_one_row_leave_together() -> None:
+def test_prompt_and_sampled_logprobs_of_a_row_are_sent_together() -> None:
     """The prompt's and the first token's log probabilities leave in the same step, next to a chunk
     that samples nothing."""
     rows = [

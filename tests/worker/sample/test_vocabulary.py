@@ -55,7 +55,7 @@ def folder(tmp_path):
         ({"eos_token_id": [260, 99_999]}, {}, {260}),
     ],
 )
-def test_all_ends_of_the_model_end_an_answer(folder, generation, tokenizer, ends):
+def test_every_end_token_of_the_model_finishes_an_answer(folder, generation, tokenizer, ends):
     (folder / "generation_config.json").write_text(json.dumps(generation))
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     answers = Answers(str(folder))

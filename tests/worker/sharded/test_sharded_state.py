@@ -109,7 +109,7 @@ def same_logits(one: Path, other: Path, *arguments: Any) -> None:
 @pytest.mark.parametrize(
     "family", ["llama", "llama-tied", "llama-bias", "qwen3", "mixtral", "qwen3_moe-mixed"]
 )
-def test_native_models_compute_the_same(
+def test_saved_native_models_compute_the_same(
     tiny: Any, tmp_path: Path, family: str, tensor: int, pipeline: int
 ) -> None:
     folder = tiny(family)
@@ -125,7 +125,7 @@ def test_native_models_compute_the_same(
         ("mixtral", 1, 2),
     ],
 )
-def test_generic_models_compute_the_same(
+def test_saved_generic_models_compute_the_same(
     tiny: Any, tmp_path: Path, family: str, tensor: int, pipeline: int
 ) -> None:
     folder = tiny(family)
@@ -134,7 +134,7 @@ def test_generic_models_compute_the_same(
     same_logits(folder, out, tensor, pipeline, "transformers")
 
 
-def test_the_backend_that_auto_takes_is_the_saved_one(tiny: Any, tmp_path: Path) -> None:
+def test_the_backend_that_auto_selects_is_saved(tiny: Any, tmp_path: Path) -> None:
     out = save(tiny("llama"), tmp_path / "out", model__backend="transformers")
     assert type(loaded(out)[0]).__name__ == "GenericForCausalLM"
     text = refusal(out, backend="native")
@@ -181,7 +181,7 @@ def test_engines_that_share_experts(
         assert answers(engine_group, [[5, 0]]) == [truth[5], truth[0]]
 
 
-def test_a_damaged_expert(tiny_moe: Any, tmp_path: Path) -> None:
+def test_a_damaged_expert_is_refused(tiny_moe: Any, tmp_path: Path) -> None:
     out = save(tiny_moe("mixtral")[0], tmp_path / "out", parallel__expert=True)
     name = "expert2of4-pp0of1.safetensors"
     data = bytearray((out / name).read_bytes())
@@ -230,7 +230,7 @@ def test_a_cpu_maps_its_file(saved: Path) -> None:
 
 
 @packs
-def test_mapped_weights_leave_less_for_the_cache(
+def test_mapped_weights_reduce_the_memory_for_the_cache(
     saved: Path, tiny: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Mapped weights leave less memory for the cache, although the system counts pages of files as
@@ -288,7 +288,7 @@ def test_every_file_is_safetensors(saved: Path) -> None:
             assert torch.equal(file.get_tensor(name), data_of(state.weight))
 
 
-def test_progress_of_both(tiny: Any, tmp_path: Path) -> None:
+def test_saving_and_loading_report_progress(tiny: Any, tmp_path: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -312,7 +312,7 @@ def test_progress_of_both(tiny: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ whole folders
 
 
-def test_all_other_files_come_too(tiny: Any, tmp_path: Path) -> None:
+def test_all_other_files_are_copied(tiny: Any, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny("llama"), tmp_path / "source"))
     for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "spiece.model"):
         (source / name).write_text(f"of {name}")
@@ -330,7 +330,7 @@ def test_all_other_files_come_too(tiny: Any, tmp_path: Path) -> None:
         assert (out / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_only_small_files_come_too(
+def test_only_small_other_files_are_copied(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "MAX_COPIED_BYTES", 100)
@@ -356,7 +356,7 @@ def test_nothing_is_overwritten(tiny: Any, tmp_path: Path, kind: str) -> None:
         assert save(tiny("llama"), out).is_dir()
 
 
-def test_a_full_disk_is_noticed_first(
+def test_a_full_disk_is_detected_first(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil._ntuple_diskusage(10**9, 0, new_folders.RESERVE_BYTES + 1_000_000)
@@ -384,7 +384,7 @@ def test_a_failed_save_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_save_left_is_removed(tiny: Any, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_save_are_removed(tiny: Any, tmp_path: Path) -> None:
     rest = tmp_path / ".out.saving"
     rest.mkdir()
     with pytest.raises(ValueError, match="was not left by an interrupted save"):
@@ -408,7 +408,7 @@ def test_a_missing_parent_is_named(tiny: Any, tmp_path: Path) -> None:
         save(tiny("llama"), tmp_path / "no" / "out")
 
 
-def test_what_cannot_be_saved(tiny: Any, tmp_path: Path, saved: Path) -> None:
+def test_unsupported_configurations_cannot_be_saved(tiny: Any, tmp_path: Path, saved: Path) -> None:
     with pytest.raises(ValueError, match=r"no experts.*parallel\.expert=false"):
         save(tiny("llama"), tmp_path / "out", parallel__expert=True)
     with pytest.raises(ValueError, match="already"):
@@ -431,7 +431,9 @@ def test_what_cannot_be_saved(tiny: Any, tmp_path: Path, saved: Path) -> None:
         ({"expert": True}, "parallel.expert=false"),
     ],
 )
-def test_another_split(tiny: Any, tmp_path: Path, split: dict[str, Any], words: str) -> None:
+def test_another_parallel_split_is_refused(
+    tiny: Any, tmp_path: Path, split: dict[str, Any], words: str
+) -> None:
     out = save(tiny("mixtral"), tmp_path / "out")
     config = ModelConfig(path=str(out))
     mesh = Mesh.build(ParallelConfig(**split), 0)
@@ -442,7 +444,7 @@ def test_another_split(tiny: Any, tmp_path: Path, split: dict[str, Any], words: 
     assert words in text and "saved for" in text
 
 
-def test_another_config(saved: Path) -> None:
+def test_another_config_is_refused(saved: Path) -> None:
     tiny_models.change_config(saved, rms_norm_eps=0.1)
     assert "config.json" in refusal(saved)
 
@@ -464,13 +466,13 @@ def change_index(folder: Path, **values: Any) -> None:
         {"more": 1},
     ],
 )
-def test_a_wrong_index(saved: Path, values: dict[str, Any]) -> None:
+def test_a_wrong_index_is_refused(saved: Path, values: dict[str, Any]) -> None:
     change_index(saved, **values)
     text = refusal(saved)
     assert INDEX_NAME in text and "swell save-sharded" in text
 
 
-def test_a_broken_index(saved: Path) -> None:
+def test_a_broken_index_is_refused(saved: Path) -> None:
     (saved / INDEX_NAME).write_bytes(b"{")
     assert INDEX_NAME in refusal(saved)
     (saved / INDEX_NAME).write_bytes(b" " * (MAX_INDEX_BYTES + 1))
@@ -480,7 +482,7 @@ def test_a_broken_index(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 100, -1])
-def test_a_cut_file(saved: Path, keep: int) -> None:
+def test_a_truncated_file_is_refused(saved: Path, keep: int) -> None:
     data = (saved / FILE).read_bytes()
     (saved / FILE).write_bytes(data[:keep])
     text = refusal(saved)
@@ -490,7 +492,7 @@ def test_a_cut_file(saved: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize("place", [20, -3])
-def test_a_flipped_bit(saved: Path, place: int) -> None:
+def test_a_flipped_bit_is_refused(saved: Path, place: int) -> None:
     """A flipped bit is found, in the header or in a tensor."""
     data = bytearray((saved / FILE).read_bytes())
     data[place] ^= 4
@@ -499,7 +501,7 @@ def test_a_flipped_bit(saved: Path, place: int) -> None:
     assert FILE in text and "damaged" in text
 
 
-def test_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
+def test_a_file_of_another_save_is_refused(saved: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     tiny_models.make(other, "llama", seed=1)
     shutil.copy(save(other, tmp_path / "out") / FILE, saved / FILE)
@@ -518,7 +520,9 @@ def test_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
         None,
     ],
 )
-def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] | None) -> None:
+def test_a_wrong_header_with_the_right_digest_is_refused(
+    saved: Path, place: dict[str, Any] | None
+) -> None:
     """A invalid header is refused even if its digest is right, because the index came with it."""
     data = (saved / FILE).read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -542,7 +546,7 @@ def test_a_wrong_header_of_the_right_digest(saved: Path, place: dict[str, Any] |
 
 @packs
 @pytest.mark.parametrize("change", ["lacks", "has", "shape", "order"])
-def test_tensors_of_another_model(
+def test_tensors_of_another_model_are_refused(
     tiny: Any, tmp_path: Path, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tensors of another model are refused, as another version of Swell with other modules would
@@ -595,7 +599,7 @@ def test_large_tensors_begin_at_a_cache_line(tmp_path: Path) -> None:
         assert view.data_ptr() % (64 if tensor.nbytes % 64 == 0 else tensor.element_size()) == 0
 
 
-def test_sums_see_each_word() -> None:
+def test_checksums_cover_every_word() -> None:
     data = torch.arange(101, dtype=torch.uint8)
     for tensor in (data, data.view(101, 1), data[8:], data[3:]):
         base = word_sum(tensor)

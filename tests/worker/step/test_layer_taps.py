@@ -64,7 +64,7 @@ class Model(nn.Module):
             self.add_module(name, layers)
 
 
-def test_the_list_of_layers_is_found_by_its_length() -> None:
+def test_the_layer_list_is_found_by_its_length() -> None:
     model = Model("layers")
     assert decoder_layers(model, 2) is model.layers
     for other, count in ((model, 3), (Model("layers", "others"), 2)):

@@ -401,7 +401,7 @@ def test_block_bytes_and_counts():
         kv_cache.count_blocks(share, size, 100, None)
 
 
-def test_caches_are_bound_and_no_part_of_the_model():
+def test_caches_are_bound_and_not_part_of_the_model():
     layer = Attention(4, 2, 8, 1.0)
     kv_cache.allocate([layer], 5, BLOCK, torch.bfloat16, CPU)
     assert layer.k_cache.shape == layer.v_cache.shape == (5, 2, BLOCK, 8)

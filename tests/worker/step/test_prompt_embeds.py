@@ -71,7 +71,7 @@ def ids_of(outputs: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_equal_to_transformers(tmp_path: Path, family: str) -> None:
+def test_answers_from_embeddings_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
     make(tmp_path, family)
     model = reference(tmp_path)
     table = model.get_input_embeddings()
@@ -97,7 +97,9 @@ def test_equal_to_transformers(tmp_path: Path, family: str) -> None:
     ("family", "split"),
     [*(("llama", split) for split in SPLITS), ("gpt_neox", "tensor"), ("gpt_neox", "pipeline")],
 )
-def test_embeddings_of_tokens_are_the_tokens(tmp_path: Path, family: str, split: str) -> None:
+def test_embeddings_of_tokens_yield_the_same_answer_as_the_tokens(
+    tmp_path: Path, family: str, split: str
+) -> None:
     """Embeddings of tokens have the answers of the tokens, for every schedule and split, next to
     prompts of tokens, and sampled with a seed."""
     make(tmp_path, family)
@@ -148,7 +150,7 @@ def test_rows_with_a_draft_model(tmp_path: Path) -> None:
         assert llm._engine.core.scheduler.drafter.num_drafts
 
 
-def test_the_prefix_cache_tells_embeddings_apart(tmp_path: Path) -> None:
+def test_the_prefix_cache_distinguishes_embeddings(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     first, other = noise(40, 128, 0.2), noise(40, 128, 0.2) + 0.1
     with serving(tmp_path, **{"cache.block_tokens": 8}) as llm:
@@ -169,7 +171,7 @@ def test_the_prefix_cache_tells_embeddings_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_half_precision_embeddings_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
     make(tmp_path, "llama")
     embeds = noise(20, 128, 0.2).to(dtype)
     with serving(tmp_path) as llm:
@@ -186,13 +188,15 @@ def test_halves_are_widened(tmp_path: Path, dtype: torch.dtype) -> None:
         ({"bad_words": ["a"]}, "bad_words"),
     ],
 )
-def test_what_needs_tokens_is_refused(tmp_path: Path, params: dict[str, Any], name: str) -> None:
+def test_parameters_that_need_token_ids_are_refused(
+    tmp_path: Path, params: dict[str, Any], name: str
+) -> None:
     make(tmp_path, "llama")
     with serving(tmp_path) as llm, pytest.raises(BadRequest, match=name):
         llm.generate(EmbedsPrompts([prompt_of(noise(3, 128))]), SamplingParams(**params))
 
 
-def test_only_where_the_configuration_takes_them(tmp_path: Path) -> None:
+def test_embeddings_are_accepted_only_if_configured(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     prompt = EmbedsPrompts([prompt_of(noise(3, 128))])
     off = {"model.prompt_embeds": False}
@@ -213,7 +217,7 @@ def row(slot: int, tokens: int, embeds: torch.Tensor | None) -> NewRequest:
     return NewRequest(slot, [0] * tokens, tokens, [0], SamplerParams(), prompt_embeds=given)
 
 
-def test_a_table_gives_each_step_its_part_and_keeps_nothing() -> None:
+def test_a_table_returns_the_part_of_each_step_and_keeps_nothing() -> None:
     table = PromptEmbedsTable(4, torch.device("cpu"), is_first_stage=True)
     one, two = noise(6, 4), noise(3, 4)
     table.add_request(row(5, 6, one))
@@ -232,7 +236,7 @@ def test_a_table_gives_each_step_its_part_and_keeps_nothing() -> None:
     assert len(table) == 0, "another request has the slot"
 
 
-def test_a_prefix_that_is_computed_needs_no_embeddings() -> None:
+def test_a_cached_prefix_needs_no_embeddings() -> None:
     embeds = PromptEmbeds("F32", 4, noise(6, 4).numpy().tobytes())
     assert embeds.after(0) == embeds and embeds.after(6) is None
     rest = embeds.after(4)
@@ -245,7 +249,7 @@ def test_a_prefix_that_is_computed_needs_no_embeddings() -> None:
     assert part is not None and torch.equal(part.values, noise(6, 4)[5:]) and len(table) == 0
 
 
-def test_a_refused_parameter_changes_no_embedding(
+def test_a_refused_request_changes_no_embedding(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refused parameter changes no embedding: the hashes of its blocks are those of the
@@ -271,7 +275,7 @@ def test_a_refused_parameter_changes_no_embedding(
         assert again.num_cached_tokens == 32 and ids_of([again]) == expected
 
 
-def test_a_device_without_room_is_no_fault_of_a_request(tmp_path: Path) -> None:
+def test_a_lack_of_device_memory_is_not_blamed_on_a_request(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     assert torch.OutOfMemoryError in NON_REQUEST_ERRORS
     table = PromptEmbedsTable(4, torch.device("cpu"), is_first_stage=True)
@@ -284,7 +288,7 @@ def raise_out_of_memory(given: PromptEmbeds) -> torch.Tensor:
     raise torch.OutOfMemoryError("no room")
 
 
-def test_every_stage_refuses_the_same() -> None:
+def test_every_stage_refuses_the_same_requests() -> None:
     for is_first in (True, False):
         table = PromptEmbedsTable(4, torch.device("cpu"), is_first_stage=is_first)
         for wrong in (row(0, 3, noise(3, 5)), row(0, 4, noise(3, 4))):
