@@ -83,7 +83,7 @@ def with_default_params(row: NewRequest) -> NewRequest:
     return replace_fields(row, sampler=SamplerParams(), min_tokens=0, end_token_ids=[])
 
 
-def with_tokens_alone(row: NewRequest) -> NewRequest:
+def with_only_tokens(row: NewRequest) -> NewRequest:
     """Returns the row without anything that can be refused."""
     return replace_fields(with_default_params(row), prompt_embeds=None, adapter="")
 
@@ -263,7 +263,7 @@ class ModelRunner:
         except (*NON_REQUEST_ERRORS, AdapterNotLoaded):
             raise
         except Exception:
-            self._add_request(with_tokens_alone(row))
+            self._add_request(with_only_tokens(row))
 
     def _add_request(self, row: NewRequest) -> None:
         """Adds a request to its slot. Raises what the request's own data raises: the same on every

@@ -128,7 +128,11 @@ class FormingMonitor:
         """Returns an engine's progress counter. Progress of a standalone engine does not count for
         the group."""
         report = self._reports.get(rank)
-        return 0 if report is None or report.wave_phase == Phase.ALONE else report.progress_counter
+        return (
+            0
+            if report is None or report.wave_phase == Phase.STANDALONE
+            else report.progress_counter
+        )
 
     def _judge(
         self, attempt: _Attempt, waves: CoordinatorWaves, newcomers: Set[int], at: float

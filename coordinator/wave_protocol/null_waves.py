@@ -62,7 +62,7 @@ class NullMember(EngineWaves):
     def reconfigure(self, message: ReconfigureDistributedRequest) -> bool:
         return False
 
-    def serve_alone(self, epoch: int) -> bool:
+    def serve_standalone(self, epoch: int) -> bool:
         return False
 
     def joined(self) -> list[CoordinatorMessage]:

@@ -32,7 +32,7 @@ class Phase(enum.IntEnum):
     STOPPED = 1
     RUNNING = 2
     PAUSED = 3
-    ALONE = 4
+    STANDALONE = 4
     """The engine's group is broken or paused, and no coordinator is reachable: until one is, the
     engine steps without the others."""
     FORMING = 5
@@ -124,7 +124,7 @@ class EngineWaves(ABC):
         `message.ranks` stays out until the next such message."""
 
     @abstractmethod
-    def serve_alone(self, epoch: int) -> bool:
+    def serve_standalone(self, epoch: int) -> bool:
         """Steps without the other engines of the group of `epoch`, which is broken or paused; if
         that fails, too, call `broken`. Returns False, without changes, if the engine steps or
         `epoch` is not its newest."""

@@ -44,7 +44,7 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one period of s
 10. An engine whose group is broken, or is paused for a change, needs a coordinator. If there is no
     coordinator, the engine may step by itself (`standalone_monitor.py`). It keeps its epoch but is
     in no group: it ignores everything except a newer epoch, sends no messages about waves, and
-    its reports have the phase `ALONE`, which counts like `Broken`. So the next coordinator forms
+    its reports have the phase `STANDALONE`, which counts like `Broken`. So the next coordinator forms
     a group with it, and each of several standalone engines computes only its own requests.
 """
 
@@ -87,7 +87,7 @@ class WaveMember(EngineWaves):
 
     @property
     def lockstep(self) -> bool:
-        return self.phase is not Phase.ALONE
+        return self.phase is not Phase.STANDALONE
 
     @property
     def needs_coordinator(self) -> bool:
@@ -95,16 +95,16 @@ class WaveMember(EngineWaves):
         command."""
         if self.phase is Phase.STOPPED:
             return len(self.ranks) > 1
-        return self.phase not in (Phase.RUNNING, Phase.ALONE)
+        return self.phase not in (Phase.RUNNING, Phase.STANDALONE)
 
     def may_submit(self) -> bool:
-        if self.phase is Phase.ALONE:
+        if self.phase is Phase.STANDALONE:
             return self.in_flight < self.depth
         return self.phase is Phase.RUNNING and not self.finishing and self.in_flight < self.depth
 
     def on_all_reduce(self, working: int, pausing: int, has_work: bool) -> list[CoordinatorMessage]:
         self.in_flight -= 1
-        if self.phase is Phase.ALONE:
+        if self.phase is Phase.STANDALONE:
             return []
         agreed = pausing == len(self.ranks)
         self.finishing = agreed or not working
@@ -127,7 +127,7 @@ class WaveMember(EngineWaves):
         return []
 
     def pause(self, message: Pause) -> list[CoordinatorMessage]:
-        if message.epoch != self.epoch or self.phase in WITHOUT_GROUP | {Phase.ALONE}:
+        if message.epoch != self.epoch or self.phase in WITHOUT_GROUP | {Phase.STANDALONE}:
             return []
         if message.number <= self.pause_number and self.phase is Phase.PAUSED:
             return self._paused(message.number)
@@ -152,12 +152,12 @@ class WaveMember(EngineWaves):
             self.phase = Phase.FORMING
         return True
 
-    def serve_alone(self, epoch: int) -> bool:
+    def serve_standalone(self, epoch: int) -> bool:
         waits = self.phase in WITHOUT_GROUP | {Phase.PAUSED}
         if epoch != self.epoch or not waits or self.rank not in self.ranks:
             return False
         self._leave()
-        self.phase = Phase.ALONE
+        self.phase = Phase.STANDALONE
         return True
 
     def joined(self) -> list[CoordinatorMessage]:
@@ -247,7 +247,7 @@ class WaveCoordinator(CoordinatorWaves):
     ) -> RankedCommands:
         if rank not in self.ranks:
             return []
-        if epoch == self.epoch and phase in (Phase.OUT, Phase.ALONE):
+        if epoch == self.epoch and phase in (Phase.OUT, Phase.STANDALONE):
             return self.broken(epoch)
         if self.group_state is GroupState.FORMING:
             if epoch < self.epoch:

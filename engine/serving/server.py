@@ -290,7 +290,7 @@ class EngineServer:
         match request:
             case ReconfigureDistributedRequest() if member.reconfigure(request):
                 ranks, store, number = request.ranks, request.store, request.coordinator
-            case ServeAlone() if member.serve_alone(request.epoch):
+            case ServeAlone() if member.serve_standalone(request.epoch):
                 ranks, store, number = [self.rank], None, 0
             case _:
                 return

@@ -3,7 +3,7 @@
 Engines of a broken group wait until the coordinator forms the next group. If the coordinator's host
 is lost together with one of their peers, this takes until Ray has detected the loss and the next
 coordinator was created and found: a multiple of `stall_timeout_s`. A standalone engine needs no
-agreement with others. So an engine steps standalone (`Phase.ALONE`) if all of these hold:
+agreement with others. So an engine steps standalone (`Phase.STANDALONE`) if all of these hold:
 
 - It has received nothing from a coordinator for `stall_timeout_s`. A reachable coordinator decides.
 - Its group does not step any more: the group is broken; or one of its steps has made no progress

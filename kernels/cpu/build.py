@@ -115,7 +115,7 @@ def _built(home: Path) -> Path:
     target = folder / "kernels.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with _alone(folder / "lock"):
+        with _exclusive(folder / "lock"):
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=folder) as build:
                     os.replace(_compile(compiler, openmp, Path(build)), target)
@@ -123,7 +123,7 @@ def _built(home: Path) -> Path:
 
 
 @contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def _exclusive(lock: Path) -> Iterator[None]:
     """Holds the lock, so that only one process builds. The lock ends with its process; if another
     process holds it for too long, this one continues without it."""
     deadline = time.monotonic() + _OTHER_BUILDER_S

@@ -82,7 +82,7 @@ def processor(setup: Setup) -> Measured:
     rest = [all_us - model_us for all_us, model_us in zip(whole, computed, strict=True)]
     at = f"{_TOKEN_STREAMS} streams"
     figures = [
-        Figure(f"processor us/token but for the model, {at}", rest, at_most=60.0),
+        Figure(f"processor us/token except the model, {at}", rest, at_most=60.0),
         Figure(f"processor us/token of model and sampler, {at}", computed),
     ]
     return Measured(figures, clusters.problems)

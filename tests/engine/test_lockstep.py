@@ -214,10 +214,10 @@ def test_engines_of_a_broken_group_serve_standalone_until_a_coordinator_exists()
         cluster.engines[1].executor.step_s = 6.0  # the engine seems to be gone
         cluster.service.stop()
         members = [engine.server.core.wave_member for engine in cluster.engines.values()]
-        cluster.until(lambda: members[0].phase is Phase.ALONE)
+        cluster.until(lambda: members[0].phase is Phase.STANDALONE)
         cluster.engines[1].executor.step_s = 0.0005
         tracker.check()
-        cluster.until(lambda: members[1].phase is Phase.ALONE)
+        cluster.until(lambda: members[1].phase is Phase.STANDALONE)
         for rank in (0, 1):
             tracker.submit(rank)
         tracker.check()

@@ -14,7 +14,7 @@ _MONITOR = "tests/coordinator/monitors/test_engine_monitor.py"
 _FORMING = "tests/coordinator/monitors/test_forming_monitor.py"
 _MANAGER = f"{_CONTROL}/manager/test_manager_faults.py"
 _SUCCESSION = f"{_CONTROL}/manager/test_manager_succession.py"
-_ALONE = "tests/engine/serving/test_standalone_monitor.py"
+_STANDALONE = "tests/engine/serving/test_standalone_monitor.py"
 _MATRIX = "tests/e2e/test_faults.py"
 
 PROMISE: dict[str, tuple[str, ...]] = {
@@ -125,9 +125,9 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
             "tests/coordinator/wave_protocol/test_waves.py::test_an_engine_may_die_in_each_state",
             f"{_STATE}::test_a_dead_engine_is_removed_at_once_and_the_others_regroup",
         ),
-        "each engine computes its requests alone": (
-            f"{_ALONE}::test_a_step_that_hangs_without_a_coordinator_is_abandoned_after_the_limit",
-            "tests/simulator/outages/test_serving_alone.py"
+        "each engine computes its requests without the others": (
+            f"{_STANDALONE}::test_a_step_that_hangs_without_a_coordinator_is_abandoned_after_the_limit",
+            "tests/simulator/outages/test_standalone_serving.py"
             "::test_remaining_engines_serve_standalone_and_then_share_again",
         ),
     },
@@ -257,7 +257,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
     },
     18: {
-        "says so in its replies to keep-alives": (
+        "reports it in its replies to keep-alives": (
             "tests/simulator/outages/test_silent_coordinator.py"
             "::test_an_ingress_with_an_engine_that_waits_for_the_coordinator_is_not_ready",
             f"{_CLIENT}/test_engine_core_client.py"
@@ -332,7 +332,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/simulator/simulated_ray/test_ray.py::test_a_short_cut_kills_nothing",
         ),
     },
-    "An engine that the coordinator does not hear": {
+    "An engine that sends nothing to the coordinator": {
         "even if ingresses still reach it": (
             f"{_STATE}::test_a_silent_engine_is_removed_and_reported",
         ),

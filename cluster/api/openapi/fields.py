@@ -60,7 +60,7 @@ def _annotate_ecosystem(kind: type[RequestBody], schema: JsonSchema) -> None:
     properties = schema["properties"]
     for name, neutral in kind.ECOSYSTEM.neutral.items():
         properties[name] = {"enum": [*neutral, None], "description": describe_neutral(neutral)}
-    for name in sorted(kind.ECOSYSTEM.taken):
+    for name in sorted(kind.ECOSYSTEM.accepted):
         properties[name] = {"description": "Accepted, without an effect on the answer."}
     for name, target in kind.ECOSYSTEM.means.items():
         properties[name] = {**properties[target], "description": f"Another name of `{target}`."}

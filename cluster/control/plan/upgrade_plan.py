@@ -301,9 +301,9 @@ def _replace(
         return state, replace(done, wait_s=wait_s or None)
     pending = (engine for engine in fleet.engines if engine.waits_for_room and not engine.is_extra)
     waits = any(engine.version == wanted for engine in pending)
-    is_alone = len(fleet.of(Place.SERVING)) == 1
+    is_the_only_one = len(fleet.of(Place.SERVING)) == 1
     no_room = waits or state.no_room_beside == wanted
-    may_leave = not is_alone or (no_room and not state.is_untried)
+    may_leave = not is_the_only_one or (no_room and not state.is_untried)
     if (record.in_place or waits) and may_leave:
         record = replace(record, in_place=True)
         state = replace(state, record=record, no_room_beside="")

@@ -236,7 +236,7 @@ def _dependent(keyword: str) -> _Rule:
 
 def _property_names(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     names = node["propertyNames"]
-    if names is True or (isinstance(names, dict) and _says_text_alone(names)):
+    if names is True or (isinstance(names, dict) and _accepts_only_text(names)):
         return _without(node, "propertyNames")
     texts = names.get("enum") if isinstance(names, dict) else None
     if not isinstance(texts, list) or not set(names) <= _NAME_ANNOTATIONS | {"enum"}:
@@ -259,7 +259,7 @@ def _property_names(keywords: SchemaKeywords, node: JsonSchema, path: str) -> Js
 _NAME_ANNOTATIONS = {"type", "title", "description", "$comment"}
 
 
-def _says_text_alone(names: JsonSchema) -> bool:
+def _accepts_only_text(names: JsonSchema) -> bool:
     kind = names.get("type", "string")
     return set(names) <= _NAME_ANNOTATIONS and (kind == "string" or "string" in kind)
 
@@ -283,7 +283,7 @@ def _parts_of_names(names: object) -> list[JsonSchema] | None:
     known = _NAME_ANNOTATIONS | {"enum", "const", "pattern", "minLength", "maxLength"}
     if not isinstance(names, dict) or not set(names) <= known:
         return None
-    if not _says_text_alone({"type": names.get("type", "string")}):
+    if not _accepts_only_text({"type": names.get("type", "string")}):
         return [_only([])]
     least, most = names.get("minLength", 0), names.get("maxLength", "")
     patterns = [names["pattern"]] if "pattern" in names else []

@@ -4,7 +4,7 @@ These are the names in the bodies of OpenAI, vLLM, SGLang, llama.cpp and TGI tha
 has. A name that is not in a table is unknown to all servers (`serve.unknown_fields`).
 
     neutral   accepted if its value changes nothing (null never does), otherwise refused by name
-    taken     accepted with any value: it does not change the answer
+    accepted  accepted with any value: it does not change the answer
     means     another name of one of our fields
 """
 
@@ -20,7 +20,7 @@ class Ecosystem(NamedTuple):
     """The fields of other servers that are known for one kind of body."""
 
     neutral: Mapping[str, Values] = {}
-    taken: frozenset[str] = frozenset()
+    accepted: frozenset[str] = frozenset()
     means: Mapping[str, str] = {}
 
 
@@ -139,7 +139,7 @@ RESPONSES = Ecosystem(
     {name: _MEANS[name] for name in ("routed_dp_rank", "extra_key")},
 )
 
-MESSAGES = Ecosystem(taken=frozenset({"workspace_id", "betas"}))
+MESSAGES = Ecosystem(accepted=frozenset({"workspace_id", "betas"}))
 
 TOKENIZE = Ecosystem(
     {"mm_processor_kwargs": _EMPTY, "media_io_kwargs": _EMPTY, "return_token_offsets": _OFF}
@@ -168,7 +168,7 @@ EMBEDDING = Ecosystem(
 
 SCORING = Ecosystem(
     {**EMBEDDING.neutral, "input_type": _NULL, "embedding_type": ("float",)},
-    EMBEDDING.taken,
+    EMBEDDING.accepted,
     {"softmax": "use_activation", "activation": "use_activation"},
 )
 

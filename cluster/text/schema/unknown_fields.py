@@ -67,7 +67,7 @@ class StrippedFields(msgspec.Struct):
     def _translate(self, name: str, fields: Fields, table: Ecosystem) -> bool:
         """Handles a field that is not in the body's type according to the table; returns whether
         the table has it."""
-        if name in table.taken:
+        if name in table.accepted:
             del fields[name]
         elif name in table.means:
             target, raw = table.means[name], fields.pop(name)

@@ -350,12 +350,17 @@ def test_the_group_does_not_wait_for_a_standalone_engine_that_does_not_follow(cl
     """An engine that computes on its own is not waited for if it cannot hear the coordinator, even
     though the coordinator hears it."""
     alone_in = cluster.epoch
-    cluster.machine.on_message(EngineReport(1, 7, alone_in, wave_phase=Phase.ALONE), cluster.now)
+    cluster.machine.on_message(
+        EngineReport(1, 7, alone_in, wave_phase=Phase.STANDALONE), cluster.now
+    )
     assert cluster.forming == (0, 1) and cluster.epoch == alone_in + 1
     for step in range(round((LIMIT_S + 2 * TICK_S) / TICK_S)):
         cluster.now += TICK_S
-        for rank, epoch, phase in ((0, cluster.epoch, Phase.FORMING), (1, alone_in, Phase.ALONE)):
-            counter = step if phase is Phase.ALONE else 0
+        for rank, epoch, phase in (
+            (0, cluster.epoch, Phase.FORMING),
+            (1, alone_in, Phase.STANDALONE),
+        ):
+            counter = step if phase is Phase.STANDALONE else 0
             report = EngineReport(rank, 7, epoch, 1, progress_counter=counter, wave_phase=phase)
             cluster.machine.on_message(report, cluster.now)
         cluster.machine.tick(cluster.now)

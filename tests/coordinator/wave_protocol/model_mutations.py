@@ -226,10 +226,10 @@ RULES = {
         "tuple(newest.ranks)", "restart, newcomers",
     ),
     "a report reveals what broke": Rule(
-        _C, "report", "phase in (Phase.OUT, Phase.ALONE)", "False", "restart, repair"
+        _C, "report", "phase in (Phase.OUT, Phase.STANDALONE)", "False", "restart, repair"
     ),
     "an engine that goes on alone is not in its group": Rule(
-        _C, "report", "phase in (Phase.OUT, Phase.ALONE)", "phase is Phase.OUT", "alone, restart"
+        _C, "report", "phase in (Phase.OUT, Phase.STANDALONE)", "phase is Phase.OUT", "alone, restart"
     ),
     "an engine that forms its group is not broken": Rule(
         _M, "reconfigure", "self.phase = Phase.FORMING", "pass", "restart"

@@ -118,7 +118,7 @@ def _accidents(
         yield "dies", spend(_die(model, state, rank), "deaths")
     if state.left.alones and engine.place in (EngineState.BROKEN, EngineState.INSIDE):
         left = model.leave(state, rank)
-        after, may = model.call_engine(left, rank, "serve_alone", engine.fields.epoch)
+        after, may = model.call_engine(left, rank, "serve_standalone", engine.fields.epoch)
         if may:
             broken = after.engines[rank]._replace(place=EngineState.BROKEN)
             yield "goes on alone", spend(model.with_engine(after, rank, broken), "alones")

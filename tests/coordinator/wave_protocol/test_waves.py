@@ -273,8 +273,8 @@ def _broken_member() -> WaveMember:
 def test_a_standalone_engine_steps_for_its_own_rows_and_reports_no_waves() -> None:
     member = _broken_member()
     assert member.lockstep and not member.may_submit()
-    assert member.serve_alone(3)
-    assert (member.phase, member.epoch, member.ranks) == (Phase.ALONE, 3, (0, 1))
+    assert member.serve_standalone(3)
+    assert (member.phase, member.epoch, member.ranks) == (Phase.STANDALONE, 3, (0, 1))
     assert not member.lockstep and member.may_submit()
     assert member.work_arrived() == []
     member.submitted()
@@ -282,31 +282,33 @@ def test_a_standalone_engine_steps_for_its_own_rows_and_reports_no_waves() -> No
     assert not member.may_submit()
     for working in (1, 0):
         assert member.on_all_reduce(working, 0, has_work=False) == []
-    assert (member.phase, member.wave, member.in_flight) == (Phase.ALONE, 5, 0)
+    assert (member.phase, member.wave, member.in_flight) == (Phase.STANDALONE, 5, 0)
 
 
 def test_a_standalone_engine_leaves_a_pause() -> None:
     member = WaveMember(
         1, 0, 1, epoch=3, phase=Phase.PAUSED, ranks=(0, 1), voting=True, pause_number=2
     )
-    assert member.serve_alone(3)
-    assert (member.phase, member.voting, member.pause_number) == (Phase.ALONE, False, 0)
-    assert member.resume(Resume(3)) == [] and member.phase is Phase.ALONE
+    assert member.serve_standalone(3)
+    assert (member.phase, member.voting, member.pause_number) == (Phase.STANDALONE, False, 0)
+    assert member.resume(Resume(3)) == [] and member.phase is Phase.STANDALONE
 
 
 def test_only_an_engine_of_a_group_that_does_not_step_becomes_standalone() -> None:
-    assert not _broken_member().serve_alone(2), "an older group"
-    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.RUNNING, ranks=(0, 1)).serve_alone(3)
-    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.OUT, ranks=(0,)).serve_alone(3), "it left"
+    assert not _broken_member().serve_standalone(2), "an older group"
+    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.RUNNING, ranks=(0, 1)).serve_standalone(3)
+    assert not WaveMember(1, 0, 1, epoch=3, phase=Phase.OUT, ranks=(0,)).serve_standalone(3), (
+        "it left"
+    )
 
 
 def test_a_standalone_engine_follows_only_a_newer_group() -> None:
     member = _broken_member()
-    assert member.serve_alone(3)
+    assert member.serve_standalone(3)
     for message in (StartDPWave(3, 9), Resume(3)):
         (member.start if isinstance(message, StartDPWave) else member.resume)(message)
     assert member.pause(Pause(3, 1)) == []
-    assert (member.phase, member.voting) == (Phase.ALONE, False)
+    assert (member.phase, member.voting) == (Phase.STANDALONE, False)
     assert not member.reconfigure(ReconfigureDistributedRequest(3, [1]))
     assert member.reconfigure(ReconfigureDistributedRequest(4, [1], 6))
     assert (member.phase, member.epoch, member.lockstep) == (Phase.FORMING, 4, True)
@@ -317,7 +319,7 @@ def test_a_coordinator_forms_the_next_group_with_a_standalone_engine(state: Grou
     """The coordinator forms the next group with an engine that computes on its own, also while the
     current group forms, because that engine has given up on it."""
     waves = WaveCoordinator(3, 5, False, state, (0, 1), (0, 1))
-    commands = waves.report(1, 3, 5, Phase.ALONE, False)
+    commands = waves.report(1, 3, 5, Phase.STANDALONE, False)
     assert commands == [(rank, ReconfigureDistributedRequest(4, [0, 1], 6)) for rank in (0, 1)]
 
 

@@ -69,7 +69,7 @@ def test_a_pause_without_a_coordinator_is_left() -> None:
     assert Loop().turns(2 * LIMIT_S, Phase.PAUSED)
 
 
-@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.ALONE])
+@pytest.mark.parametrize("phase", [Phase.STOPPED, Phase.STANDALONE])
 def test_an_engine_without_work_stays_in_its_group(phase: Phase) -> None:
     assert Loop().turns(10 * LIMIT_S, phase) == []
 

@@ -149,7 +149,7 @@ class Watch:
         server = engine.server
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
-        if not self._plane.scenario.expert or server.core.wave_member.phase is Phase.ALONE:
+        if not self._plane.scenario.expert or server.core.wave_member.phase is Phase.STANDALONE:
             return True
         return self._is_led(server, engine.process.host)
 

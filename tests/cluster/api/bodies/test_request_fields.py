@@ -253,7 +253,7 @@ def test_every_field_has_an_effect_or_is_refused_or_is_listed(kind):
     assert set(fields(KINDS[kind])) == effective | refused | listed
     assert not effective & listed
     table = ecosystem(KINDS[kind])
-    names = [*table.neutral, *table.taken, *table.means]
+    names = [*table.neutral, *table.accepted, *table.means]
     assert len(names) == len(set(names))
     assert not set(names) & set(fields(KINDS[kind]))
     assert set(table.means.values()) <= effective
@@ -273,7 +273,7 @@ def documented() -> Iterator[str]:
 def test_the_table_of_the_docs_is_this_list():
     listed = list(documented())
     assert len(listed) == len(set(listed))
-    taken = {name for kind in KINDS.values() for name in ecosystem(kind).taken}
+    taken = {name for kind in KINDS.values() for name in ecosystem(kind).accepted}
     assert set(listed) == set(WITHOUT_EFFECT) | SOMETIMES | taken
 
 

@@ -41,7 +41,7 @@ tests each row.
 
 - *served*: the field has the effect that its name means ([requests.md](../guide/requests.md)).
 - *means*: another name for a field of Swell; both together are a 400.
-- *taken*: any value is accepted and has no effect
+- *accepted*: any value is accepted and has no effect
   ([fields-without-effect.md](fields-without-effect.md)).
 - *refused*: a 400 that names the field, unless its value is neutral: null, or a listed value.
 
@@ -60,19 +60,20 @@ def names(route: str) -> list[str]:
 
 
 def does(route: str, name: str) -> tuple[str, Any]:
-    """Returns how a field is handled: "served", "means", "taken" or "refused". The second value is
+    """Returns how a field is handled: "served", "means", "accepted" or
+    "refused". The second value is
     the field that it stands for ("means") or the values that are accepted all the same ("refused").
     Raises KeyError for an unknown field."""
     kind = KINDS[route]
     table, own = kind.ECOSYSTEM, name in kind.__struct_fields__
     if name in table.means:
         return "means", table.means[name]
-    if name in table.taken:
-        return "taken", None
+    if name in table.accepted:
+        return "accepted", None
     if name in table.neutral or name in not_served(kind):
         return "refused", {**table.neutral, **not_served(kind)}[name]
     if own and name in without_effect(kind.__name__):
-        return "taken", None
+        return "accepted", None
     if own and name in EFFECTIVE[kind.__name__].split():
         meant = MEANS.get(name)
         return ("means", meant) if meant else ("served", None)
@@ -85,8 +86,8 @@ def describe(route: str, name: str) -> str:
         return f"means `{of}`"
     if what != "refused":
         return what
-    values = ", ".join(f"`{json.dumps(value)}`" for value in of)
-    return f"refused, but for {values}" if values else "refused"
+    values = " or ".join(f"`{json.dumps(value)}`" for value in of)
+    return f"refused unless it is {values}" if values else "refused"
 
 
 def page() -> str:

@@ -70,7 +70,7 @@ def test_a_row_agrees_with_the_decoder(route: str, name: str, _servers: str, say
     required = name in LEAST[route]
     assert (outcome(route, **{name: None}) is None) != required
     odd = [outcome(route, **{name: value}) for value in ODD]
-    if says == "taken":
+    if says == "accepted":
         assert odd == [None] * len(ODD) or _typed(route, name)
     elif says.startswith("refused"):
         assert odd == [name] * len(ODD) or _typed(route, name)

@@ -44,13 +44,17 @@ def test_remaining_engines_serve_standalone_and_then_share_again(engines: int, s
         assert lost, "no engine is on the host of the coordinator"
         plane.kernel.run(_SOON_S)
     left = plane.living_engines
-    assert [e.server.core.wave_member.phase for e in left if e.server] == [Phase.ALONE] * len(left)
+    assert [e.server.core.wave_member.phase for e in left if e.server] == [Phase.STANDALONE] * len(
+        left
+    )
     assert len(left) == engines - len(lost) and len(plane.coordinators) == begun
     assert [request.end for request in plane.requests] == ["length"] * len(plane.requests)
     assert run.judge().broken == []
     assert len(plane.coordinators) > begun
     assert not any(
-        e.server.core.wave_member.phase is Phase.ALONE for e in plane.living_engines if e.server
+        e.server.core.wave_member.phase is Phase.STANDALONE
+        for e in plane.living_engines
+        if e.server
     )
 
 
