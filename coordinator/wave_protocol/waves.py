@@ -43,10 +43,9 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one period of s
     wait for it, so it runs and votes.
 10. An engine whose group is broken, or is paused for a change, needs a coordinator. If there is no
     coordinator, the engine may step by itself (`standalone_monitor.py`). It keeps its epoch but is
-    in no group: it ignores everything except a newer epoch, sends no messages about waves, and
-    its reports have the phase `STANDALONE`, which counts like `Broken`. So the next coordinator forms
-    a group with it, and each of several standalone engines computes only its own requests.
-"""
+    in no group: it ignores everything except a newer epoch, sends no messages about waves, and its
+    reports have the phase `STANDALONE`, which counts like `Broken`. So the next coordinator forms a
+    group with it, and each of several standalone engines computes only its own requests."""
 
 from __future__ import annotations
 

@@ -228,8 +228,12 @@ RULES = {
     "a report reveals what broke": Rule(
         _C, "report", "phase in (Phase.OUT, Phase.STANDALONE)", "False", "restart, repair"
     ),
-    "an engine that goes on alone is not in its group": Rule(
-        _C, "report", "phase in (Phase.OUT, Phase.STANDALONE)", "phase is Phase.OUT", "alone, restart"
+    "a standalone engine is not in its group": Rule(
+        _C,
+        "report",
+        "phase in (Phase.OUT, Phase.STANDALONE)",
+        "phase is Phase.OUT",
+        "alone, restart",
     ),
     "an engine that forms its group is not broken": Rule(
         _M, "reconfigure", "self.phase = Phase.FORMING", "pass", "restart"
