@@ -418,8 +418,7 @@ def test_noise_changes_nothing(cluster) -> None:
 
     def knock_until_done() -> None:
         while not busy.is_set():
-            for door in doors:
-                visit(door, knocks()["noise"])
+            knock_at_all([(door, knocks()["noise"]) for door in doors])
 
     thread = threading.Thread(target=knock_until_done)
     thread.start()
