@@ -28,9 +28,10 @@ from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import (
     Conversation,
     GenerationRequest,
+    Prompt,
+    split_prompts,
 )
 from swell.cluster.text.prompt.input_processor import InputProcessor, ProcessedRequest
-from swell.cluster.text.prompt.offline_inputs import cut_to, each_of, fields_of, inputs_of
 from swell.cluster.text.prompt.pooling_processor import (
     Input,
     PoolingProcessor,
@@ -41,7 +42,7 @@ from swell.cluster.text.prompt.pooling_processor import (
 )
 from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompts, load_embeds_width
 from swell.cluster.text.prompt.prompts import PromptProcessor
-from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions, Truncation
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.generation_config import read_generation_config
 from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer
@@ -121,7 +122,7 @@ class LLM:
         each: list[dict[str, Any]] = (
             [{"prompt": [], "embeds": [one]} for one in prompts]
             if isinstance(prompts, EmbedsPrompts)
-            else [{"prompt": [one]} for one in inputs_of(prompts)]
+            else [{"prompt": [one]} for one in _inputs_of(prompts)]
         )
         requests = [
             GenerationRequest(
@@ -134,8 +135,8 @@ class LLM:
             for given, params, field, name in zip(
                 each,
                 self._params(sampling_params, len(each)),
-                fields_of(len(each)),
-                each_of("adapters", adapter, str, len(each)),
+                _fields_of(len(each)),
+                _each_of("adapters", adapter, str, len(each)),
                 strict=True,
             )
         ]
@@ -187,15 +188,15 @@ class LLM:
         """Returns the embedding of every prompt (strings or lists of token ids) in the same order.
         Raises BadRequest (a ValueError) for prompts that cannot be embedded, and for other
         models."""
-        inputs = inputs_of(prompts)
+        inputs = _inputs_of(prompts)
         request = PoolingRequest(
             task="embed",
             inputs=inputs,
-            fields=fields_of(len(inputs)),
+            fields=_fields_of(len(inputs)),
             activates=normalize,
             dimensions=dimensions,
             prompt_name=prompt_name,
-            tokenize_options=cut_to(truncate_prompt_tokens),
+            tokenize_options=_cut_to(truncate_prompt_tokens),
         )
         return [
             EmbeddingRequestOutput(outputs=EmbeddingOutput(vector_of(one)), **_common(one))
@@ -210,12 +211,12 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[ClassificationRequestOutput]:
         """Returns the class probabilities of every prompt; prompts as in `embed`."""
-        inputs = inputs_of(prompts)
+        inputs = _inputs_of(prompts)
         request = PoolingRequest(
             task="classify",
             inputs=inputs,
-            fields=fields_of(len(inputs)),
-            tokenize_options=cut_to(truncate_prompt_tokens),
+            fields=_fields_of(len(inputs)),
+            tokenize_options=_cut_to(truncate_prompt_tokens),
         )
         return [
             ClassificationRequestOutput(
@@ -247,8 +248,8 @@ class LLM:
         request = PoolingRequest(
             task="score",
             inputs=inputs,
-            fields=fields_of(len(inputs)),
-            tokenize_options=cut_to(truncate_prompt_tokens),
+            fields=_fields_of(len(inputs)),
+            tokenize_options=_cut_to(truncate_prompt_tokens),
         )
         answers = self._pool(request, use_tqdm)
         vectors = [vector_of(answer) for answer in answers]
@@ -330,7 +331,7 @@ class LLM:
         """Returns the parameters of each prompt."""
         if params is None:
             params = self.get_default_sampling_params()
-        return each_of("sampling params", params, SamplingParams, count)
+        return _each_of("sampling params", params, SamplingParams, count)
 
     def _process(self, requests: Sequence[GenerationRequest]) -> list[ProcessedRequest]:
         """Check and process all requests."""
@@ -361,3 +362,32 @@ def _common(output: RequestOutput) -> dict[str, Any]:
         "prompt_token_ids": output.prompt_token_ids,
         "num_cached_tokens": output.num_cached_tokens,
     }
+
+
+def _inputs_of(
+    prompts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+) -> list[Prompt]:
+    """Returns the prompts, each a text or a list of token ids."""
+    if not isinstance(prompts, str):
+        prompts = [p if isinstance(p, str | int) else list(p) for p in prompts]  # type: ignore[assignment]
+    return split_prompts(prompts)
+
+
+def _fields_of(count: int) -> list[str]:
+    """Returns the names of the prompts in error messages."""
+    return [f"prompt[{index}]" for index in range(count)] if count > 1 else ["prompt"]
+
+
+def _each_of(what: str, given: Any, kind: type, count: int) -> list[Any]:
+    """Returns a list of `count` values, from one value of `kind` for all prompts, or from one for
+    each."""
+    if isinstance(given, kind):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(f"{len(given)} {what} for {count} prompts; pass one or {count}")
+    return list(given)
+
+
+def _cut_to(tokens: int | None) -> TokenizeOptions:
+    truncation = None if tokens is None else Truncation(tokens, "right", reserved_tokens=0)
+    return TokenizeOptions(add_special_tokens=True, truncation=truncation)

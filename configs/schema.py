@@ -257,6 +257,16 @@ def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     return data, path.resolve().parent
 
 
+def given_settings(source: str, overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the sections with the keys that the source or the overrides contain, and the values
+    that `load` gives them. Raises `ConfigError`."""
+    whole = msgspec.to_builtins(load(source, overrides))
+    data, _ = read_source(source)
+    for key, value in overrides.items():
+        override(data, key, value)
+    return {section: {key: whole[section][key] for key in keys} for section, keys in data.items()}
+
+
 def _copied(section: Any) -> Any:
     return dict(section) if isinstance(section, Mapping) else section
 

@@ -75,7 +75,6 @@ LIBRARIES: dict[str, list[str]] = {
         "engine/serving/actor.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
-        "engine/executor/ray_worker.py",
         "worker/actor.py",
     ],
     "torch": [
@@ -120,7 +119,6 @@ ON_A_RUNTIME: dict[str, tuple[str, ...]] = {
         "engine/executor/inproc.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
-        "engine/executor/ray_worker.py",
         "engine/kv/handover_files.py",
     ),
 }

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.adapter_names import AdapterNames
 from swell.cluster.api.admin.peers import NoPeers, PeerStories
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
@@ -37,6 +36,30 @@ from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.lora import Adapter
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
+from swell.coordinator.wire import ClusterView
+
+
+class AdapterNames:
+    """The adapters of the configuration, as this ingress found their files when it started, and the
+    adapters loaded since, as the newest view of the cluster lists them."""
+
+    def __init__(self, of_config: Mapping[str, Adapter], view: Callable[[], ClusterView]) -> None:
+        self.of_config = of_config
+        self._view = view
+
+    @property
+    def loaded(self) -> tuple[Adapter, ...]:
+        """The adapters that were loaded while the server ran."""
+        return self._view().reports.adapters
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.of_config, *(adapter.name for adapter in self.loaded)]
+
+    def find(self, name: str) -> Adapter | None:
+        found = self.of_config.get(name)
+        return found or next((one for one in self.loaded if one.name == name), None)
+
 
 Body = TypeVar("Body", bound=RequestBody)
 

@@ -26,7 +26,7 @@ from swell.cluster.api.admin.protocol import Accepted, ClusterState, EngineState
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.configs.given_settings import given_settings
+from swell.configs.schema import given_settings
 
 _POLL_S = 0.2
 _SWITCH_S = 600.0

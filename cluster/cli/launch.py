@@ -21,14 +21,13 @@ from swell.cluster.cli.doctor.host_checks import check_hosts
 from swell.cluster.cli.session_folder import remove_abandoned, session_folder
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
 from swell.cluster.cli.start.hub_model import Download, ask_hub
-from swell.cluster.cli.start.kernel_build import build_note
 from swell.cluster.cli.start.local_ray import local_ray
 from swell.cluster.cli.start.private_home import check_temporary_files, use_private_files
 from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.ray_processes import RayProcesses
-from swell.cluster.cli.start.serve_messages import waiting_reason
 from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
+from swell.cluster.cli.start.waiting_reason import build_note, waiting_reason
 from swell.cluster.control.ray.http_port import (
     ON_INTERFACE,
     claim_port,

@@ -13,8 +13,8 @@ from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import upgrade, upgrade_plan
 from swell.cluster.control.plan.backoff import MissingEngine
+from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.control_state import Change, ControlState, ScaleRefused
-from swell.cluster.control.plan.drain_record import DrainRecord
 from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
 from swell.cluster.control.plan.upgrade_plan import UpgradePlan
 from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version

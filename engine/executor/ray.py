@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
@@ -37,7 +38,6 @@ from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.host_shares import stage_order
 from swell.engine.executor.process_killer import kill_process
-from swell.engine.executor.ray_worker import RayWorker
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AdapterLoaded,
@@ -55,6 +55,30 @@ from swell.worker.wire import (
     WorkerMessage,
     WorkerProgress,
 )
+
+
+@dataclass(eq=False, slots=True)
+class RayWorker:
+    """One worker process; its replacement is another object."""
+
+    rank: int
+    actor: Any
+    node: str
+    """The node of its bundle."""
+    pid: int = 0
+    run: Any = None
+    peer: bytes | None = None
+
+    def exit_reason(self) -> str:
+        """Returns why the worker has stopped, or an empty string while it runs."""
+        if self.run is None or not ray.wait([self.run], timeout=0)[0]:
+            return ""
+        try:
+            ray.get(self.run)
+        except ray.exceptions.RayError as error:
+            return f"died: {first_line(error)}"
+        return "ended"
+
 
 _DEATH_POLL_S = 0.1
 """How often a wait checks whether the workers are alive."""

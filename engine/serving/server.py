@@ -11,6 +11,10 @@ engine.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+import msgspec
+
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Inbox
@@ -40,7 +44,6 @@ from swell.engine.serving.coordinator_client import (
 )
 from swell.engine.serving.engine_report import member_of, report_of
 from swell.engine.serving.load_reporter import LoadReporter
-from swell.engine.serving.utility_services import UtilityServices
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -51,6 +54,7 @@ from swell.engine.wire import (
     KeepAlive,
     ReplaceClient,
     UtilityCall,
+    UtilityOutput,
 )
 from swell.worker.wire import GroupPlan
 
@@ -409,3 +413,21 @@ class EngineServer:
             roster_epoch=self._coordinator_client.roster_epoch,
             is_repairing=self._is_repairing,
         )
+
+
+class UtilityServices:
+    """The functions that clients may call, in addition to requests, by name."""
+
+    def __init__(self, services: Mapping[str, Callable[..., object]]) -> None:
+        self._services = dict(services)
+
+    def call(self, call: UtilityCall) -> UtilityOutput:
+        """Runs a function; an exception is returned as a failure message."""
+        try:
+            if call.method not in self._services:
+                known = ", ".join(sorted(self._services))
+                raise ValueError(f"unknown utility {call.method!r}; known: {known}")
+            result = self._services[call.method](*call.args)
+            return UtilityOutput(call.call_id, None, msgspec.Raw(msgspec.msgpack.encode(result)))
+        except Exception as error:
+            return UtilityOutput(call.call_id, f"{type(error).__name__}: {error}")

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.configs.given_settings import given_settings
-from swell.configs.schema import ConfigError, load
+from swell.configs.schema import ConfigError, given_settings, load
 
 OVERRIDES = st.dictionaries(
     st.sampled_from(["serve.port", "scheduler.max_rows", "cluster.max_engines"]),

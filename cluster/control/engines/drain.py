@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
-from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.runtime.log import StructuredLogger

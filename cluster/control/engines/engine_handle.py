@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import EngineStatus, Intent, Place
 from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.ray_port import Actor, Group

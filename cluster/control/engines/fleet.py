@@ -10,12 +10,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
-from swell.cluster.control.engines.batches import in_batches
+from swell.cluster.control.engines.concurrent_tasks import TaskSet, in_batches
 from swell.cluster.control.engines.drain import Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed, WeightsRefused
 from swell.cluster.control.engines.placement import Placement
-from swell.cluster.control.engines.task_set import TaskSet
-from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
-from swell.cluster.control.plan.drain_record import DrainRecord
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint, DrainRecord
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.configs.runtime.log import StructuredLogger

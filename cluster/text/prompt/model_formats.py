@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.grammar.lark_compiler import compile_lark
-from swell.cluster.text.grammar.structured_output import compile_grammar, grammar_fragment
+from swell.cluster.text.grammar.structured_output import (
+    MAX_SEARCH_S,
+    compile_grammar,
+    compile_schema,
+    grammar_fragment,
+)
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
+from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 from swell.cluster.text.parsers import (
     make_parser,
@@ -32,8 +39,7 @@ from swell.cluster.text.parsers.constrained import (
 )
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.detection import detect_reasoning, detect_tools
-from swell.cluster.text.parsers.grammar import GrammarBuilder
-from swell.cluster.text.parsers.tool_schemas import check_each_tool, cleaned_tool
+from swell.cluster.text.parsers.grammar import GrammarBuilder, parameters_of
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.schema.chat_messages import CallRules, ToolDefinition, call_rules
 from swell.configs.schema import ConfigError, ServeConfig
@@ -199,7 +205,7 @@ class ModelFormats:
             names = rules.names
             try:
                 wanted = [
-                    cleaned_tool(tool, keywords)
+                    _cleaned_tool(tool, keywords)
                     for tool in tools
                     if names is None or tool.name in names
                 ]
@@ -223,7 +229,7 @@ class ModelFormats:
         try:
             return compile_lark(lark, "tools" if calls else param or "structured_outputs")
         except BadRequest:
-            check_each_tool(wanted)
+            _check_each_tool(wanted)
             raise
 
 
@@ -280,3 +286,24 @@ def _configured_or_detected(wanted: str, guessed: str | None) -> str | None:
     if wanted == "auto":
         return guessed
     return None if wanted == "none" else wanted
+
+
+def _cleaned_tool(tool: Tool, keywords: SchemaKeywords) -> Tool:
+    """Returns the same tool with parameters in keywords that grammars support. Raises ValueError
+    for others."""
+    if not tool.parameters:
+        return tool
+    try:
+        cleaned = keywords.clean(tool.parameters, f"tools[{tool.name}]")
+    except SchemaError as error:
+        raise ValueError(f"schema of tool {tool.name!r} {error}") from None
+    return msgspec.structs.replace(tool, parameters=cleaned or {"type": "object"})
+
+
+def _check_each_tool(tools: list[Tool]) -> None:
+    """Raises BadRequest for the first tool whose schema, by itself, does not compile."""
+    end_s = time.monotonic() + MAX_SEARCH_S
+    for tool in tools:
+        if time.monotonic() > end_s:
+            return
+        compile_schema(parameters_of(tool), f"tools: schema of tool {tool.name!r}", "tools")

@@ -17,8 +17,8 @@ from swell.cluster.api.server_info import START_FAILED, NotReady
 from swell.cluster.app import IngressStatus
 from swell.cluster.cli import launch
 from swell.cluster.cli.start.application import APP
-from swell.cluster.cli.start.serve_messages import STARTING
 from swell.cluster.cli.start.startup_error import StartupError
+from swell.cluster.cli.start.waiting_reason import STARTING
 from swell.configs.schema import ServeConfig
 
 HOST = "10.1.2.3"

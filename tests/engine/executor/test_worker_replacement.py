@@ -15,8 +15,7 @@ from swell.coordinator.transport.channel import Outlet, make_keys
 from swell.engine.executor import ExecutorError
 from swell.engine.executor import ray as executor_module
 from swell.engine.executor.adapter_loads import AdapterLoads
-from swell.engine.executor.ray import RayExecutor
-from swell.engine.executor.ray_worker import RayWorker
+from swell.engine.executor.ray import RayExecutor, RayWorker
 from swell.worker.wire import AdapterLoaded, LoadAdapter, WorkerCommand, WorkerHello, WorkerLimits
 
 SOON_S = 60.0

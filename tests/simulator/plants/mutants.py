@@ -45,7 +45,7 @@ MODULES = (
     "coordinator.wave_protocol.wave_interface",
     "coordinator.wave_protocol.waves",
     "cluster.control.elasticity",
-    "cluster.control.engines.batches",
+    "cluster.control.engines.concurrent_tasks",
     "cluster.control.engines.drain",
     "cluster.control.engines.engine_handle",
     "cluster.control.engines.fleet",

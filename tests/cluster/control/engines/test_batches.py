@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from swell.cluster.control.engines.batches import in_batches
+from swell.cluster.control.engines.concurrent_tasks import in_batches
 from tests.cluster.control.fake_manager import VirtualTimeLoop
 
 

@@ -1,11 +1,13 @@
-"""Runs jobs concurrently and returns them in batches, so that a hanging job does not delay the
-others."""
+"""Concurrent tasks: a set that is cancelled with its owner, and jobs that are returned in batches.
+Then a hanging job does not delay the others."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
+
+from swell.configs.runtime.log import StructuredLogger
 
 K = TypeVar("K")
 
@@ -14,6 +16,39 @@ _AS_LONG_AGAIN = 1.0
 
 Batch = dict[K, BaseException | None]
 """Finished jobs in the order of `jobs`: None, or the exception."""
+
+
+class TaskSet:
+    """Tasks of one owner, in one event loop. `on_failure` is called after a task has raised; the
+    exception is logged."""
+
+    def __init__(self, log: StructuredLogger, on_failure: Callable[[], None]) -> None:
+        self._log, self._on_failure = log, on_failure
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        """The tasks in order of creation."""
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run `work` as a concurrent task."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self._log.error("failed", error=f"{type(error).__name__}: {error}")
+                self._on_failure()
+
+        task = asyncio.create_task(run())
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
+        task.add_done_callback(lambda _task: work.close())  # cancelled before it started
+        return task
+
+    async def cancel(self) -> None:
+        """Cancel all tasks except the caller, in order of creation, and wait for them."""
+        tasks = [task for task in self._tasks if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _works(key: object) -> bool:

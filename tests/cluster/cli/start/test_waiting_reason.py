@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.start.kernel_build import build_note
+from swell.cluster.cli.start.waiting_reason import build_note
 
 
 @pytest.mark.parametrize("place", ["SWELL_CACHE", "HOME"])
