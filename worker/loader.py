@@ -27,9 +27,9 @@ from swell.configs.files.bounded_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     open_regular,
+    parse_json,
     read_file,
 )
-from swell.configs.files.json_text import parse_json
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import ModelConfig

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
 """Keys of config.json, or of the config of one of its parts."""

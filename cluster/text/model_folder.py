@@ -17,9 +17,9 @@ from swell.configs.files.bounded_files import (
     MAX_CONFIG_BYTES,
     MAX_INDEX_BYTES,
     open_regular,
+    parse_json,
     read_file,
 )
-from swell.configs.files.json_text import parse_json
 from swell.configs.files.sharded_index import INDEX_NAME, check_sharded, is_sharded
 from swell.configs.schema import Config, ConfigError
 

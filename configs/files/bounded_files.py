@@ -1,14 +1,16 @@
-"""Reads files of folders that other people or programs have filled. No file is read beyond a size
-limit, and devices and FIFOs are refused, because reading them may never end."""
+"""Reads files that other people or programs wrote, and parses JSON of such files. No file is read
+beyond a size limit, and devices and FIFOs are refused, because reading them may never end."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 MAX_CONFIG_BYTES = 8 * 2**20
 """Limit for config.json and similar files: one that lists the quantized modules has some 100 KB."""
@@ -57,3 +59,11 @@ def _chunks(path: Path, limit_bytes: int) -> Iterator[bytes]:
     if size > limit_bytes:
         why = f"it has {size} bytes; the limit is {limit_bytes}"
         raise OSError(errno.EFBIG, why, str(path))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parses JSON. Raises ValueError if the text is not JSON or is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its objects and arrays are nested too deeply") from None

@@ -21,8 +21,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.schema import Config, ConfigError, ModelConfig, ParallelConfig
 
 INDEX_NAME = "sharded.index.json"

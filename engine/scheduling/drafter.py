@@ -18,12 +18,13 @@ MAX_DOUBLINGS times, until a draft is accepted again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 from swell.configs.drafts import BY_WORKERS, DraftsConfig
 from swell.engine.kv.kv_cache_manager import KVCacheManager
-from swell.engine.proposer import MakeProposer, Proposer
 from swell.engine.request import Request
 from swell.engine.scheduling.step_builder import StepBuilder
 from swell.engine.wire import EngineCoreRequest
@@ -31,6 +32,20 @@ from swell.engine.wire import EngineCoreRequest
 FIRST_LENGTH = 3
 FIRST_PAUSE = 4
 MAX_DOUBLINGS = 5
+
+
+class Proposer(ABC):
+    """Proposes the next tokens of one row. Proposals never change an answer."""
+
+    @abstractmethod
+    def propose(self, tokens: array[int], count: int) -> list[int]:
+        """Returns at most `count` tokens of the vocabulary that may follow `tokens`, which only
+        grows from call to call. The work of a call is bounded, independent of the number of
+        tokens."""
+
+
+MakeProposer = Callable[[Request], Proposer]
+"""Creates the proposer of a request that has got a slot."""
 
 
 class RowDrafts:

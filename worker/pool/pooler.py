@@ -14,8 +14,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
 from swell.configs.schema import ConfigError, ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear

@@ -21,8 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, MAX_TEXT_FILE_BYTES, read_file
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import (
+    MAX_CONFIG_BYTES,
+    MAX_TEXT_FILE_BYTES,
+    parse_json,
+    read_file,
+)
 from swell.worker.model_folder import model_folder
 
 if TYPE_CHECKING:

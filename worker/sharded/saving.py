@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import parse_json
 from swell.configs.files.sharded_index import (
     FORMAT,
     INDEX_NAME,

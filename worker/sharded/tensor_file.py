@@ -23,7 +23,7 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import parse_json
 from swell.configs.files.sharded_index import AGAIN, ShardFile, digest_of, refuse_other_length
 from swell.kernels.linear import PackedTensor, Weight
 

@@ -13,9 +13,9 @@ from swell.configs.files.bounded_files import (
     MAX_CONFIG_BYTES,
     MAX_TEXT_FILE_BYTES,
     digest_file,
+    parse_json,
     read_file,
 )
-from swell.configs.files.json_text import parse_json
 from swell.configs.schema import ModelConfig
 
 _NAMES = (

@@ -11,8 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
-from swell.configs.files.json_text import parse_json
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.schema import ConfigError
 
 TOKENIZER_FILES = (

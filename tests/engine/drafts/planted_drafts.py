@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from swell.engine.core import EngineCore
-from swell.engine.proposer import Proposer
 from swell.engine.request import Request
-from swell.engine.scheduling.drafter import ProposingDrafter
+from swell.engine.scheduling.drafter import Proposer, ProposingDrafter
 from swell.engine.wire import EngineCoreRequest
 
 Answers = Callable[[EngineCoreRequest], Sequence[int]]

@@ -8,10 +8,15 @@ from typing import get_args, get_type_hints
 import msgspec
 import pytest
 
-from swell.engine.proposer import Proposer
 from swell.engine.request import Request
 from swell.engine.scheduling import drafter
-from swell.engine.scheduling.drafter import DRAFTERS, Drafter, ProposingDrafter, make_drafter
+from swell.engine.scheduling.drafter import (
+    DRAFTERS,
+    Drafter,
+    Proposer,
+    ProposingDrafter,
+    make_drafter,
+)
 from swell.engine.scheduling.ngram import NgramDrafter
 from swell.engine.serving.engine_report import report_of
 from swell.engine.wire import EngineCoreRequest, FinishReason
