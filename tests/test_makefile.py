@@ -60,7 +60,7 @@ def test_an_environment_of_an_older_python_is_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "venv" / ".installed").exists()
 
 
-def test_the_required_python_version_is_that_of_the_package() -> None:
+def test_the_makefile_and_the_package_require_the_same_python() -> None:
     needed = re.search(r'requires-python = ">=(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
     assert needed is not None
     major, minor = needed.groups()

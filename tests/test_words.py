@@ -1,5 +1,5 @@
-"""Docstrings, comments and messages are plain English: the banned openings and phrases do not
-occur."""
+"""Docstrings, comments, messages, names of tests and pages are plain English: the banned openings
+and phrases do not occur."""
 
 from __future__ import annotations
 
@@ -65,6 +65,42 @@ MESSAGE_PHRASES = PHRASES | {
     "outside of": r"\boutside of\b",
 }
 """Banned phrases of messages. "The model has none" is allowed in a message."""
+
+NAME_PHRASES = PHRASES | {
+    "inverted negation": r"(?<!there )\b(is|are|was|were) no (?!longer\b|more\b|less\b)",
+    "are none": r"\b(is|are|was|were) none\b",
+    "has not": r"\b(has|have) not($| is\b| are\b)",
+    "has ended": r"\b(has|have) ended\b",
+    "gives": r"\b(give|gives|gave|given)\b",
+    "takes": r"\b(take|takes|took|taken)\b"
+    r"(?! (over|part|turns|effect|long|too long|one delay|virtual time)\b)",
+    "told": r"\b(tell|tells|told)\b",
+    "says": r"\b(say|says|said)\b",
+    "wants": r"\b(want|wants|wanted)\b",
+    "asked for": r"\b(ask|asks|asked) for\b",
+    "heard": r"\b(hear|hears|heard)\b",
+    "goes on": r"\b(go|goes|went) (on|back)\b",
+    "comes back": r"\b(come|comes|came) (back|again)\b",
+    "holds up": r"\b(hold|holds|held) up\b",
+    "are those of": r"\b(is|are) (that|those) of\b",
+    "nobody": r"\b(nobody|somebody|anybody)\b",
+    "further": r"\bfurther\b",
+    "otherwise": r"\botherwise\b",
+    "again and again": r"\b(again and again|ever more|for ever|in vain)\b",
+    "outside of": r"\boutside of\b",
+    "no subject": r"^(one (that|who|whose)|they|none|not|neither)\b",
+}
+"""Banned phrases of the names of tests. A name may contain "has no", as messages may."""
+
+PAGE_PHRASES = {
+    name: PHRASES[name] for name in ("anew", "shall", "beside", "but for", "therein")
+} | {
+    "are told": r"\b(is|are|was|were|be|been) told\b",
+    "wants": r"\bwanted\b",
+    "is to be": r"\b(is|are|was|were) to be\b",
+    "whatever": r"\b(whatever|whoever|whichever)\b",
+}
+"""Banned phrases of pages."""
 
 NOT_MESSAGES: dict[str, tuple[str, ...]] = {}
 """File -> literals in it that only look like one of these phrases."""
@@ -140,6 +176,33 @@ def message_complaints(source: str, exempt: Container[str] = ()) -> list[str]:
     ]
 
 
+def words_of_test_names(source: str) -> Iterator[tuple[int, str]]:
+    """Line and words of the name of each test."""
+    for node in ast.walk(ast.parse(source)):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_function and node.name.startswith("test_"):
+            yield node.lineno, node.name.removeprefix("test_").replace("_", " ")
+
+
+def name_complaints(source: str) -> list[str]:
+    """One line for each banned opening or phrase in the names of a file's tests."""
+    return [
+        complaint
+        for line, text in words_of_test_names(source)
+        for complaint in _complaints(line, text.capitalize(), True, NAME_PHRASES)
+    ]
+
+
+def page_complaints(text: str) -> list[str]:
+    """One line for each banned phrase on a page, except in code blocks."""
+    prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
+    return [
+        complaint
+        for number, line in enumerate(prose.splitlines(), 1)
+        for complaint in _complaints(number, line, False, PAGE_PHRASES)
+    ]
+
+
 def names(folders: Sequence[str]) -> list[str]:
     """Paths of the Python files in folders."""
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
@@ -159,10 +222,49 @@ def test_messages_are_plain() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+def test_names_of_tests_are_plain() -> None:
+    found = {name: name_complaints((ROOT / name).read_text()) for name in names(["tests"])}
+    assert {name: lines for name, lines in found.items() if lines} == {}, (
+        "name the subject, then what it does: a_path_with_an_existing_first_part_is_not_a_hub_id"
+    )
+
+
+def test_pages_are_plain() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    found = {str(page.relative_to(ROOT)): page_complaints(page.read_text()) for page in pages}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_complaints() -> None:
     assert complaints('"""Of a request."""') == ["1: begins with 'Of': Of a request."]
     assert len(complaints("# This is no queue, which is to be seen anew.")) == 3
     assert complaints('"""Returns the queue. There is no other: `so many alone`."""') == []
+
+
+def test_name_complaints() -> None:
+    private = (
+        "what_one_load_wants",
+        "several_text_models_are_none",
+        "models_that_take_none_say_so",
+        "tokens_that_the_model_has_not_are_refused",
+        "a_path_whose_first_part_exists_is_no_hub_id",
+        "vectors_that_are_no_numbers_fail_their_request_alone",
+        "of_equal_matches_the_newest_counts",
+        "it_sleeps_with_the_engine",
+        "one_that_was_named_is_not_kept",
+    )
+    for name in private:
+        assert name_complaints(f"def test_{name}(): ..."), name
+    plain = "a_request_without_tokens_has_no_blocks", "a_new_manager_takes_over", "helper"
+    for name in plain:
+        assert name_complaints(f"async def test_{name}(): ...") == [], name
+    assert name_complaints("def what_is_no_test(): ...") == []
+
+
+def test_page_complaints() -> None:
+    assert page_complaints("# Page\n\n```\nbut for\n```\nrefused, but for `false`\n") == [
+        "6: but for: refused, but for `x`"
+    ]
 
 
 def test_message_complaints() -> None:

@@ -75,7 +75,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("page", LIMITS)
-def test_the_limits_on_a_page_are_those_of_the_code(page: str) -> None:
+def test_the_limits_on_a_page_equal_those_in_the_code(page: str) -> None:
     (path,) = (ROOT / "docs").rglob(f"{page}.md")
     text = " ".join(path.read_text().split())
     assert [limit for limit in LIMITS[page] if limit not in text] == []

@@ -18,7 +18,7 @@ OVERRIDES = st.dictionaries(
 
 
 @given(OVERRIDES)
-def test_given_settings_load_equally_and_have_only_the_given_keys(
+def test_explicit_settings_load_equally_and_have_only_the_set_keys(
     overrides: dict[str, Any],
 ) -> None:
     found = given_settings("owner/name", overrides)

@@ -57,7 +57,7 @@ def test_counts_of_dead_ingresses_are_merged():
     assert metrics_aggregator.total_of_others(999) == {"n": [999.0]}
 
 
-def test_a_coordinator_that_was_stopped_for_hours_counts_nobody_twice():
+def test_a_coordinator_that_was_stopped_for_hours_counts_no_ingress_twice():
     """A coordinator that was stopped for hours counts no ingress twice, though all seem to have
     been silent that long and then report one by one."""
     metrics_aggregator = MetricsAggregator()

@@ -59,7 +59,7 @@ def test_a_change_advances_the_epoch_and_a_no_op_keeps_the_roster(changes) -> No
         assert {m.rank: m.state for m in roster.members} == states
 
 
-def test_a_taken_rank_cannot_join() -> None:
+def test_an_occupied_rank_cannot_join() -> None:
     roster = roster_of(0, 1)
     with pytest.raises(ValueError, match=r"rank 1 .* epoch 1"):
         join(roster, [member(2), member(1)])
@@ -70,7 +70,7 @@ def test_a_taken_rank_cannot_join() -> None:
     assert roster.ranks == [0, 1]
 
 
-def test_a_removed_rank_can_be_taken_again() -> None:
+def test_a_removed_rank_can_be_reused() -> None:
     roster = join(remove(roster_of(0, 1), [0]), [member(0, max_model_len=7)])
     assert roster.epoch == 3 and roster.ranks == [0, 1]
     assert roster.members[0].max_model_len == 7

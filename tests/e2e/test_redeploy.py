@@ -160,7 +160,7 @@ def test_a_redeployment_replaces_engines_and_keeps_the_port(own_ray: None) -> No
     assert engine_pid(port) == second
 
 
-def test_an_application_keeps_its_port_and_another_one_is_refused_it(
+def test_an_application_keeps_its_port_and_refuses_it_to_others(
     own_ray: None,
 ) -> None:
     port = free_port("127.0.0.1")

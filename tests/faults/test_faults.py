@@ -316,7 +316,7 @@ def condition(pid: int) -> str:
 
 
 @pytest.mark.parametrize("kind", ["engine", "worker", "coordinator"])
-def test_signals_do_what_their_names_say(
+def test_signals_have_the_effect_of_their_names(
     kind: str, sleeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fault_types, "_SLOW_S", 0.01)

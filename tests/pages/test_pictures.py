@@ -26,7 +26,7 @@ from tests.pages.pictures import (
 
 
 @pytest.mark.parametrize("name", PICTURES)
-def test_a_picture_is_the_one_of_its_generator(name: str) -> None:
+def test_each_picture_equals_its_generated_version(name: str) -> None:
     drawn = (FOLDER / f"{name}.svg").read_text()
     assert drawn == svg(PICTURES[name]()), "run python -m tests.pages.pictures"
     ElementTree.fromstring(drawn)
@@ -138,7 +138,7 @@ def state_after(change: Callable[..., Roster], roster: Roster) -> str:
     return "left" if 7 in after.left else "lost"
 
 
-def test_the_states_of_a_member_are_those_of_the_roster() -> None:
+def test_the_picture_has_the_member_states_of_the_roster() -> None:
     drawn = edges(membership())
     states = {box.text for box in membership().boxes}
     assert states == {*map(str, MemberState), "ready", "left", "lost"}

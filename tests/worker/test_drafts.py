@@ -69,7 +69,7 @@ def test_a_sample_is_kept_if_all_drafts_before_it_were_sampled(step):
     assert drafts.kept_on_device(torch.tensor(sampled)).tolist() == kept
 
 
-def test_the_drafts_before_given_samples_are_found():
+def test_the_drafts_before_some_samples_are_found():
     plan = SchedulerOutput(
         1, slots=[0, 1, 2], samples=[3, 1, 2], drafts={0: [7, 8], 2: [9]}
     )  # samples 0 1 2 | 3 | 4 5

@@ -87,7 +87,7 @@ def test_a_config_inside_the_config(tmp_path: Path) -> None:
         ("hf_quant_config.json", {"quantization": {"quant_algo": "FP8"}}, "FP8"),
     ],
 )
-def test_files_beside_the_config(
+def test_files_next_to_the_config_are_read(
     folder: Path, name: str, content: dict[str, Any], method: str
 ) -> None:
     (folder / name).write_text(json.dumps(content))

@@ -82,7 +82,7 @@ def test_a_wrong_configuration_is_refused_before_a_start(
     assert words in str(refused.value)
 
 
-def test_a_cluster_can_be_upgraded_to_it(saved: Path) -> None:
+def test_a_cluster_can_be_upgraded_to_a_saved_model(saved: Path) -> None:
     running = load(str(NANO))
     config, kept = upgraded(running, {"model": {"path": str(saved), "load_format": "sharded"}})
     assert config.model.path == str(saved) and kept == []

@@ -52,7 +52,7 @@ def read(folder: Path, max_rank: int = 16) -> Any:
     return read_adapter("mine", str(folder), max_rank)
 
 
-def test_ranks_and_scales_are_those_of_each_module(tmp_path: Path) -> None:
+def test_each_module_has_its_rank_and_scale(tmp_path: Path) -> None:
     write(tmp_path, rank=4, alpha=8, rank_pattern={"gate_proj": 9})
     found = read(tmp_path).modules
     assert {name: (one.rank, one.scale) for name, one in found.items()} == {

@@ -111,7 +111,7 @@ def test_the_tightest_parent_group_counts(machine: Machine, version: int) -> Non
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_missing_limit_is_none(machine: Machine, version: int) -> None:
+def test_a_missing_limit_means_unlimited(machine: Machine, version: int) -> None:
     (machine.v1 if version == 1 else machine.v2)("/")
     if version == 1:
         machine.v1_memory("", V1_NO_LIMIT, GIB)

@@ -220,7 +220,7 @@ def test_continuing_excludes_a_new_message(post: Post) -> None:
     refused(post(CHAT, messages=turns, **body))
 
 
-def test_token_ids_come_back(post: Post) -> None:
+def test_token_ids_are_returned(post: Post) -> None:
     """vLLM test_return_token_ids.py::test_chat_completion_with_emoji_and_token_ids"""
     turns = [{"role": "user", "content": "cats 🐱"}]
     body = {"messages": turns, "max_tokens": 12}

@@ -227,7 +227,7 @@ def test_all_together(
     assert usage["completion_tokens"] == 4 * count
 
 
-def test_token_ids_come_back(post: Post) -> None:
+def test_token_ids_are_returned(post: Post) -> None:
     """vLLM test_return_token_ids.py::test_basic_completion_with_emoji"""
     prompt = "emojis: 🚀"
     body = {"prompt": prompt, "max_tokens": 10, "ignore_eos": True}

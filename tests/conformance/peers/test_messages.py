@@ -82,7 +82,7 @@ def test_a_forced_call(claude: anthropic.Anthropic, choice: Any, stream: bool) -
         jsonschema.validate(block.input, FORM)
 
 
-def test_a_call_and_its_result_go_back(claude: anthropic.Anthropic) -> None:
+def test_a_call_and_its_result_are_accepted_as_history(claude: anthropic.Anthropic) -> None:
     """vLLM test_anthropic_messages_conversion.py: the client's own objects"""
     choice = {"type": "any", "disable_parallel_tool_use": True}
     first = create(claude, tools=[TOOL], tool_choice=choice, max_tokens=200)

@@ -65,7 +65,7 @@ def test_an_answer_comes_with_its_completion(client: Client) -> None:
     assert isinstance(animal, Animal) and completion.usage.total_tokens > 0
 
 
-def test_a_validation_error_goes_back_and_is_answered(client: Client) -> None:
+def test_a_validation_error_is_returned_to_the_model_and_answered(client: Client) -> None:
     """A validation error is sent back and answered: the second request contains the refused answer
     and the reason."""
     refused: list[str] = []

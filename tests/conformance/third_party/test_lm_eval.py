@@ -105,7 +105,7 @@ def evaluate(url: str, nano: Path, cache: str) -> Any:
         )
 
 
-def test_log_likelihoods_are_those_of_transformers(report: Any, nano: Path, python: Path) -> None:
+def test_log_likelihoods_equal_those_of_transformers(report: Any, nano: Path, python: Path) -> None:
     samples = report["samples"]["choice"]
     pairs = [pair for sample in samples for pair in sample["arguments"]]
     response = [float(total) for sample in samples for total, _ in sample["filtered_resps"]]

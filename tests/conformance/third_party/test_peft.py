@@ -75,7 +75,7 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def test_answers_are_those_of_peft(client: httpx.Client, judged: Judged) -> None:
+def test_answers_equal_those_of_peft(client: httpx.Client, judged: Judged) -> None:
     for name, folder in judged.folders.items():
         loading = {"lora_name": name, "lora_path": str(folder)}
         answer = client.post("/v1/load_lora_adapter", json=loading)

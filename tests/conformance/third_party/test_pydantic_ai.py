@@ -164,7 +164,7 @@ def test_a_native_form_with_a_tool_at_hand(
     assert bool(result.parts(ToolCallPart)) == (first == "<")
 
 
-def test_an_answer_that_is_refused_is_given_again(loop: asyncio.Runner, model: Any) -> None:
+def test_a_refused_answer_is_requested_again(loop: asyncio.Runner, model: Any) -> None:
     """A refused answer is generated again: the reason goes back to the model with the refused
     answer."""
     built = agent(model, ToolOutput(Animal))

@@ -227,7 +227,7 @@ def test_a_successor_waits_until_its_address_is_free(keys, taken) -> None:
     second.close()
 
 
-def test_inboxes_share_a_range_of_ports_until_all_are_taken(keys) -> None:
+def test_inboxes_share_a_range_of_ports_until_all_are_in_use(keys) -> None:
     """Inboxes use the ports after the first quarter, which is reserved for `coordinator_ports`."""
     kept, ports = (part(range(21_300, 21_316)) for part in (coordinator_ports, other_ports))
     assert kept is not None and ports is not None
@@ -256,7 +256,7 @@ def test_an_unavailable_address_is_an_error(keys) -> None:
 
 
 @pytest.mark.parametrize("knows", ["nothing", "other keys", "a CURVE server without its key"])
-def test_an_untrusted_peer_gets_nothing_and_harms_nobody(
+def test_an_untrusted_peer_receives_nothing_and_is_harmless(
     inbox, address, outlet, keys, knows
 ) -> None:
     """An untrusted peer receives nothing and does not disturb peers: its handshake fails in
@@ -400,7 +400,7 @@ def test_checking_the_connection_does_not_swallow_the_wake_up(inbox, address, ke
     asyncio.run(talk())
 
 
-def test_an_outlet_closed_by_a_message_delivers_no_further_one(inbox, address, keys) -> None:
+def test_an_outlet_closed_by_a_message_delivers_no_later_one(inbox, address, keys) -> None:
     async def talk() -> tuple[list[str], list[Any]]:
         received: list[str] = []
         problems: list[Any] = []

@@ -159,7 +159,7 @@ def test_no_proposal_exceeds_the_longest_sequence(depth: int, outputs: int) -> N
     assert len(row.block_ids) + sum(map(len, added)) <= -(-(2 + outputs) // 4)
 
 
-def test_a_proposal_is_used_as_far_as_the_row_has_followed_it() -> None:
+def test_a_proposal_is_used_as_far_as_the_row_agrees() -> None:
     proposed = ProposedTokens()
     assert proposed.propose(array("q", [1, 2]), 3) == []
     proposed.receive([5, 6, 7, 8], 2)

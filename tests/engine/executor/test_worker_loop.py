@@ -213,7 +213,7 @@ def test_an_abort_before_the_groups_are_formed_is_not_missed(engine):
         """Skips failures of generation 1."""
 
 
-def test_heartbeats_continue_while_a_step_computes_and_their_end_is_detected(engine):
+def test_heartbeats_continue_during_a_step_and_a_missing_one_is_detected(engine):
     begun, done = threading.Event(), threading.Event()
 
     def compute() -> None:

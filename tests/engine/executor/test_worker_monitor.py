@@ -48,7 +48,7 @@ def test_silence_is_detected_after_the_limit_and_in_one_check():
     assert found == stops_found(20.0, silent={0: 3.0, 2: 3.0}), "with or without a step"
 
 
-def test_the_worker_furthest_behind_is_stuck():
+def test_the_slowest_worker_is_stuck():
     found = stops_found(30.0, stuck_from_s=10.0, step_from_s=5.0)
     assert min(found) == 10.0 + 2 * LIMIT_S + CHECK_S
     assert set(map(frozenset, found.values())) == {frozenset({2})}
@@ -60,7 +60,7 @@ def test_a_step_has_the_whole_limit_from_its_start():
     )
 
 
-def test_a_silent_worker_is_found_instead_of_those_that_wait_for_it():
+def test_a_silent_worker_is_found_and_not_the_workers_that_wait_for_it():
     found = stops_found(30.0, silent={1: 10.0}, stuck_from_s=10.0, step_from_s=5.0)
     assert set(map(frozenset, found.values())) == {frozenset({1})}
 

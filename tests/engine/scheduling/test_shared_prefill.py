@@ -205,7 +205,7 @@ def rows(core: EngineCore, step: int = -1) -> list[int]:
     return core.executor.plans[step].num_tokens
 
 
-def test_a_request_without_a_common_prefix_starts_beside_the_leader():
+def test_a_request_without_a_common_prefix_starts_together_with_the_leader():
     core = make_core(steps_in_flight=1, max_model_len=64)
     add(core, siblings(3, [1] * 20))
     add(core, [request("other", [2] * 9), request("short", [1] * 3)])

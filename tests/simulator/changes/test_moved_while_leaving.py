@@ -10,7 +10,7 @@ _SECOND = (10, 4, 43, 6, 27, 0, 19, 3, 25, 37, 31, 3, 48, 34, 16, 38, 45, 37)
 _THIRD = (34, 36, 10, 45, 21, 48, 33, 47, 31, 47, 18, 27, 3, 45, 29, 22, 4)
 
 
-def test_an_engine_that_leaves_finishes_what_moves_to_it() -> None:
+def test_a_leaving_engine_finishes_requests_that_move_to_it() -> None:
     trigger = AtMessage("KeepAliveReply", 6)
     scenario = Scenario(
         seed=700590,

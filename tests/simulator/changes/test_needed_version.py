@@ -14,7 +14,7 @@ _ANSWERS = 12
 
 
 @pytest.mark.parametrize("rooms", [(1, 0, 1), (1, 1, 1), (1, 2, 2)])
-def test_an_abandoned_version_is_given_room_for_its_answers(rooms: tuple[int, int, int]) -> None:
+def test_an_abandoned_version_keeps_room_for_its_answers(rooms: tuple[int, int, int]) -> None:
     """The upgrade is cancelled, its engine is lost, and engines of the old version take all the
     room that is left."""
     requests = [Request(3.0 + i / 4, 0, (1, 2, i), 300, i % 8) for i in range(_ANSWERS)]

@@ -139,7 +139,7 @@ def test_a_killed_process_loses_its_events(kernel: Kernel) -> None:
     assert kernel.failures == []
 
 
-def test_each_event_of_a_slow_process_takes_a_while(kernel: Kernel) -> None:
+def test_each_event_of_a_slow_process_is_delayed(kernel: Kernel) -> None:
     process = Process(kernel, "p")
     seen: list[tuple[int, float]] = []
     process.slow(0.5)

@@ -242,7 +242,7 @@ async def test_a_closing_async_outlet_delivers_sent_messages_and_drops_the_rest(
 
 
 @over_both
-async def test_an_outlet_closed_by_a_message_delivers_no_further_one(
+async def test_an_outlet_closed_by_a_message_delivers_no_later_one(
     world: ChannelWorld, seen: Seen
 ) -> None:
     inbox = world.inbox()

@@ -23,7 +23,7 @@ from tests.worker.step import test_model_runner as runner_parts
 pytestmark = pytest.mark.slow
 
 
-def test_bad_words_as_transformers_bans_them():
+def test_bad_words_are_banned_as_in_transformers():
     """Bad words are banned as in transformers, over random contexts of few tokens. Contexts are at
     least as long as the longest word: transformers skips words in shorter ones."""
     draws = random.Random(0)

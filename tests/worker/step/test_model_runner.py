@@ -275,7 +275,7 @@ def test_tokens_feed_back_on_the_device():
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (1, 3), (2, 2)])
-def test_a_pipeline_gives_the_same_tokens(tensor, pipeline):
+def test_a_pipeline_yields_the_same_tokens(tensor, pipeline):
     """A pipeline computes the same tokens: every stage runs through all plans at its own speed, and
     one worker returns the results."""
     parallel = ParallelConfig(tensor=tensor, pipeline=pipeline)

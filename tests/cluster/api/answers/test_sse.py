@@ -133,7 +133,7 @@ def test_the_role_is_the_typed_chunk(ids: Any, used: Usage | None, with_usage: b
 
 
 @pytest.mark.parametrize("with_usage", [True, False])
-def test_a_chat_stream_as_the_client_reads_it(with_usage: bool) -> None:
+def test_the_client_reads_a_chat_stream(with_usage: bool) -> None:
     stream = ChatStream("c", 1, "m", include_usage=with_usage)
     events = [
         stream.role(),

@@ -57,7 +57,7 @@ def turns(ids: list[int]) -> int:
 
 
 @pytest.mark.parametrize("mode", ["text", "control"])
-def test_the_turns_are_those_of_the_template(mode: str) -> None:
+def test_turns_come_only_from_the_template(mode: str) -> None:
     forged = mode == "control"
 
     async def run() -> None:

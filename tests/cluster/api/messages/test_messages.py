@@ -331,7 +331,7 @@ def test_count_tokens_equals_the_prompt_tokens(folder: Path) -> None:
         ({"system": "long " * 999}, anthropic.ContentTooLargeError, "request_too_large"),
     ],
 )
-def test_errors_are_those_of_the_client(
+def test_errors_have_the_types_of_the_client(
     folder: Path, fields: dict[str, Any], kind: type[anthropic.APIStatusError], type: str
 ) -> None:
     async def scenario(cluster: FakeCluster, client: anthropic.AsyncAnthropic) -> None:

@@ -60,7 +60,7 @@ STREAMED = {
 }
 
 
-def test_routes_are_those_of_the_ingress() -> None:
+def test_the_document_has_exactly_the_routes_of_the_ingress() -> None:
     assert {(method, path) for method, path, _ in OPERATIONS} == served()
 
 

@@ -290,7 +290,7 @@ def with_logprobs(tokens: list[int], places: list[int], held: int) -> list[Compl
 @example("</think>\n\n", [1], [], 0)
 @example("<<think>", [1], [], 0)
 @example(f"{CALL}<<think>", [1], [], 0)
-def test_logprobs_are_those_of_the_tokens_that_wrote_the_text(
+def test_logprobs_belong_to_the_tokens_of_the_text(
     text: str, sizes: list[int], places: list[int], held: int
 ) -> None:
     """The logprobs are the same for every split. The bytes of the tokens contain the text, and

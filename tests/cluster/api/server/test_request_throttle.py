@@ -69,7 +69,7 @@ def test_health_probes_are_not_throttled(path):
     assert handlers.order().index(path) <= 2 * PER_TURN
 
 
-def test_later_requests_queue_behind_earlier_ones():
+def test_later_requests_queue_after_earlier_ones():
     handlers = Handlers()
     asyncio.run(handlers.run(*ANSWERS, later=("/v1/late",)))
     assert handlers.order() == [*ANSWERS, "/v1/late"]

@@ -136,7 +136,7 @@ def of_ours(file: str, kind: type) -> set[str]:
     return {*vars(kind), *vars(kind).get("__annotations__", {}), *set_here}
 
 
-def test_the_overridden_methods_are_those_of_uvicorn() -> None:
+def test_the_overridden_methods_exist_in_uvicorn() -> None:
     ours = {name for name, value in vars(connection.LimitedConnection).items() if callable(value)}
     assert {name for name in ours if hasattr(HttpToolsProtocol, name)} == OVERRIDDEN
     server = vars(http_server._Server)

@@ -312,7 +312,7 @@ def test_a_runner_that_reports_again_before_a_takeover_keeps_its_response() -> N
     assert store.handle(Heartbeat("two", [], takes=1), now_s) == HeartbeatReply([], [], [])
 
 
-def test_a_handed_over_response_is_taken_at_once_and_counts_no_attempt() -> None:
+def test_a_handed_over_response_is_assigned_at_once_and_counts_no_attempt() -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     store.handle(Begin("a", kept(10), "one", JOB), 0.0)
     for runner, successor in (("one", "two"), ("two", "one")) * MAX_LOST_RUNNERS:

@@ -15,7 +15,7 @@ def test_a_result_or_an_error_is_returned() -> None:
         within(10.0, lambda: 1 / 0)
 
 
-def test_a_call_that_blocks_does_not_hold_up_the_caller() -> None:
+def test_a_blocking_call_does_not_block_the_caller() -> None:
     forever = threading.Event()
     with pytest.raises(TimeoutError):
         within(0.1, forever.wait)

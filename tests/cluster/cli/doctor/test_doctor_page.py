@@ -26,7 +26,7 @@ def test_every_field_of_the_json_is_on_the_page(kind: type) -> None:
     assert {f"`{field}`" for field in kind.__struct_fields__} <= set(re.findall("`[^`]+`", of_json))
 
 
-def test_the_limits_on_the_page_are_those_of_the_checks() -> None:
+def test_the_page_has_the_limits_of_the_checks() -> None:
     text = " ".join(PAGE.read_text().split())
     mib = check_machine.MIB
     for limit in (

@@ -66,7 +66,7 @@ def test_a_system_without_writable_folders_is_refused(monkeypatch: pytest.Monkey
         check_temporary_files()
 
 
-def test_a_user_with_a_name_keeps_it(environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_user_with_a_name_keeps_that_name(environment: dict[str, str], tmp_path: Path) -> None:
     environment["HOME"] = no_home(tmp_path)
     use_private_files(tmp_path, list[str]().append)
     assert getpass.getuser() == "somebody"

@@ -83,7 +83,7 @@ def test_a_state_cannot_move_the_cursor() -> None:
     assert "\x1b" not in line and len(line) < 300
 
 
-def test_what_libraries_write_goes_to_the_log(tmp_path: Path) -> None:
+def test_output_of_libraries_is_written_to_the_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(log)],

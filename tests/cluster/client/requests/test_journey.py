@@ -66,7 +66,7 @@ def test_times_never_decrease_and_the_end_is_unique(steps, twice: bool) -> None:
     wait_s=st.floats(0, 100),
     back_s=st.floats(0, 100),
 )
-def test_events_of_an_engine_are_placed_whatever_its_clock(
+def test_events_of_an_engine_with_any_clock_are_placed(
     clock_offset_s: float, way_s: float, wait_s: float, back_s: float
 ) -> None:
     """Placed events are late by the travel time of the report, and by nothing else."""

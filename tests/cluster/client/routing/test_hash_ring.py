@@ -10,7 +10,7 @@ from swell.cluster.client.routing.routable_engines import HashRing
 KEYS = [b"key %d" % number for number in range(500)]
 
 
-def test_each_key_has_its_own_given_number_of_neighbours() -> None:
+def test_each_key_has_the_requested_number_of_distinct_neighbours() -> None:
     ring = HashRing(range(100))
     for key in KEYS:
         found = ring.neighbours(key, 32)

@@ -88,7 +88,7 @@ def test_engines_that_form_a_group_for_too_long_are_not_ready() -> None:
     assert readiness.check(LIMIT_S + 4.0).ranks == [0, 1]
 
 
-def test_a_silent_coordinator_says_nothing_about_engines() -> None:
+def test_a_silent_coordinator_does_not_make_engines_unready() -> None:
     readiness = ReadinessTracker(LIMIT_S)
     readiness.on_view(view(member(0), busy={0: 7}), 0.0)
     assert not readiness.check(9.0).coordinator_silent

@@ -40,7 +40,7 @@ def test_scale_up_keeps_the_serving_engines() -> None:
     run(scenario)
 
 
-def test_a_newcomer_takes_the_lowest_free_rank() -> None:
+def test_a_newcomer_uses_the_lowest_free_rank() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         harness.manager.drain(1)

@@ -63,7 +63,7 @@ def test_the_first_engine_proves_the_weights() -> None:
     run(scenario, data=4)
 
 
-def test_weights_that_a_later_engine_refuses_are_taken_back_from_the_others() -> None:
+def test_weights_that_a_later_engine_refuses_are_rolled_back_on_all() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         before = processes(harness)

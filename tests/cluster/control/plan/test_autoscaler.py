@@ -98,7 +98,7 @@ def test_a_burst_grows_the_cluster_and_quiet_shrinks_it() -> None:
     assert first.at >= 100 + CONFIG.grow_after_s and "wait" in first.reason
 
 
-def test_a_burst_that_is_shorter_than_the_growth_takes_changes_nothing() -> None:
+def test_a_burst_shorter_than_a_growth_changes_nothing() -> None:
     run = Run(lambda now: 3 * RATE if 100 <= now < 103 else 0.0).until(HOUR_S)
     assert run.decisions == []
 

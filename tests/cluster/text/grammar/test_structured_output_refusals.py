@@ -167,7 +167,7 @@ def test_a_checker_whose_process_is_stopped_closes():
     checker.close()
 
 
-def test_a_check_killed_from_outside_gives_no_verdict():
+def test_a_check_killed_from_outside_has_no_verdict():
     checker = GrammarChecker(GRAMMAR_LIMITS)
     try:
         assert checker.check('start: "a"') == ""

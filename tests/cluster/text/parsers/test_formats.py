@@ -169,7 +169,7 @@ EXACT: list[tuple[Names, str, list[AnswerDelta]]] = [
 
 
 @pytest.mark.parametrize(("names", "text", "parts"), EXACT)
-def test_answers_as_models_write_them(names: Names, text: str, parts: list[AnswerDelta]) -> None:
+def test_answers_of_models_are_parsed(names: Names, text: str, parts: list[AnswerDelta]) -> None:
     assert read(names, [text]) == parts
 
 

@@ -101,7 +101,7 @@ def test_a_template_of_the_request_or_of_the_server_replaces_the_models() -> Non
 
 
 @pytest.mark.parametrize("name", ["tokenize", "tools", "chat_template", "messages"])
-def test_variables_may_not_take_our_names(name: str) -> None:
+def test_variables_may_not_use_reserved_names(name: str) -> None:
     with pytest.raises(BadRequest, match=name) as caught:
         nano().render([USER], TemplateOptions(variables={name: 1}))
     assert caught.value.param == "chat_template_kwargs"
