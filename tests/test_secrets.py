@@ -116,9 +116,7 @@ def test_structs_with_secrets_are_checked() -> None:
     known = {one.name for one in holders()}
     for file in FILES:
         source = " ".join(kind for node in nodes(file) for _, kind in annotated(node))
-        assert set(re.findall(r"\w*(?:Secret(?:Bytes|Text)|(?:Store|Session)Key)\b", source)) <= (
-            SECRET_TYPES
-        )
+        assert set(re.findall(r"\w*(?:Secret(?:Bytes|Text)|TableKey)\b", source)) <= (SECRET_TYPES)
     aliases = {
         name
         for file in FILES

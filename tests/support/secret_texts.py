@@ -23,7 +23,7 @@ from zmq.utils import z85
 from swell.configs.runtime.log import KeyValueFormatter, StructuredLogger
 from tests.test_layers import FILES, ROOT
 
-SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "SessionKey", "StoreKey"})
+SECRET_TYPES = frozenset({"SecretBytes", "SecretText", "TableKey"})
 _WORD = re.compile(r"\w+")
 
 

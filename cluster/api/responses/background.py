@@ -19,7 +19,8 @@ from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody
-from swell.cluster.api.responses.store_client import ResponseStoreClient, response_id_of
+from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.store.bounded_table import TableKey, id_of, owner_of
 from swell.cluster.api.store.response_store import (
     HEARTBEAT_S,
     IDLE_HEARTBEAT_S,
@@ -30,9 +31,8 @@ from swell.cluster.api.store.response_store import (
     RunnerExit,
     Store,
     StoredResponse,
-    StoreKey,
 )
-from swell.cluster.api.store.store_calls import StoreUnavailable, owner_of
+from swell.cluster.api.store.store_calls import StoreUnavailable
 from swell.cluster.text.schema.decode import decode
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
@@ -73,7 +73,7 @@ class BackgroundRunner:
         self._heartbeat_task = asyncio.create_task(self._heartbeat_loop())
 
     async def begin(
-        self, key: StoreKey, kept: StoredResponse, job: Job, work: Callable[[], Work]
+        self, key: TableKey, kept: StoredResponse, job: Job, work: Callable[[], Work]
     ) -> None:
         """Starts `work`, which stores the response when it ends. Raises HTTPError if the response
         cannot be stored."""
@@ -87,7 +87,7 @@ class BackgroundRunner:
             )
         self._run(begin, work())
 
-    async def store(self, key: StoreKey, kept: StoredResponse) -> bool:
+    async def store(self, key: TableKey, kept: StoredResponse) -> bool:
         """Stores a finished response, however long the store is unavailable: no other copy exists.
         Returns False if space is lacking, or the response was cancelled, deleted or taken over
         while it ran."""
@@ -112,7 +112,7 @@ class BackgroundRunner:
         self._running[begin.id] = begin
         self._tasks[begin.id] = asyncio.create_task(self._finish(begin.id, work))
 
-    async def _finish(self, key: StoreKey, work: Work) -> None:
+    async def _finish(self, key: TableKey, work: Work) -> None:
         try:
             await work
         except Exception as error:  # no later heartbeat lists it: it is taken over
@@ -147,7 +147,7 @@ class BackgroundRunner:
                 self._tasks[key].cancel()
         for begin in orders.taken:
             if begin.id not in self._tasks:  # else it is being stopped, and is reassigned later
-                id = response_id_of(begin.id)  # the log must not contain API keys
+                id = id_of(begin.id)  # the log must not contain API keys
                 self._log.warning("taken over", id=id, lost_runners=begin.lost_runners)
                 self._run(begin, self._resume(begin))
         for key in orders.unknown:

@@ -44,6 +44,7 @@ from swell.cluster.api.responses.serving import ResponsesWriter
 from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
+from swell.cluster.api.store.bounded_table import TableKey, table_key
 from swell.cluster.api.store.response_store import (
     Begin,
     Cancel,
@@ -52,9 +53,7 @@ from swell.cluster.api.store.response_store import (
     StoredLookup,
     StoredResponse,
     StoredStatus,
-    StoreKey,
 )
-from swell.cluster.api.store.store_calls import store_key
 from swell.cluster.text.params import sampling_params
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
@@ -68,7 +67,7 @@ _encode = msgspec.json.encode
 class _Answer(HoldsSecrets, frozen=True):
     """A response that this ingress computes."""
 
-    key: StoreKey
+    key: TableKey
     """The key of the response in the store."""
     items: bytes
     """The items of the conversation, as JSON."""
@@ -133,7 +132,7 @@ class ResponseRoutes:
         params = await with_deadline(context, self._process_chat(context, chat, size, identity))
         warn_of_keywords(context, map(name_of, params.ignored_keywords))
         response.temperature, response.top_p = params.params.temperature, params.params.top_p
-        answer = _Answer(store_key(context.owner, response.id), items, body, response)
+        answer = _Answer(table_key(context.owner, response.id), items, body, response)
         writer = self._writer(answer, params, identity)
         if body.background:
             return await self._begin(context, answer, params, writer, identity)
@@ -191,7 +190,7 @@ class ResponseRoutes:
         if id is None:
             return None
         try:
-            return await self._store.found(Read(store_key(owner, id)))
+            return await self._store.found(Read(table_key(owner, id)))
         except HTTPError as error:
             if error.info.status != 404:
                 raise
@@ -338,7 +337,7 @@ class ResponseRoutes:
         self, request: Request, kind: type[Read] | type[Cancel] | type[Delete]
     ) -> StoredLookup:
         """Sends a request for the response with the id of the route, and returns the reply."""
-        key = store_key(self._services.authorize(request).owner, request.path_params["id"])
+        key = table_key(self._services.authorize(request).owner, request.path_params["id"])
         return await self._store.found(kind(key))
 
     def _query(self, request: Request, *known: str) -> dict[str, str]:

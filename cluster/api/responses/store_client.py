@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.cluster.api.store.bounded_table import id_of
 from swell.cluster.api.store.response_store import (
     Cancel,
     Delete,
@@ -13,7 +14,6 @@ from swell.cluster.api.store.response_store import (
     Store,
     StoredLookup,
     StoredResponse,
-    StoreKey,
     StoreReply,
     StoreRequest,
 )
@@ -22,10 +22,6 @@ from swell.configs.runtime.log import StructuredLogger
 
 _UNAVAILABLE_S = 10.0
 """After a failed call, `keep` does not use the store for this long."""
-
-
-def response_id_of(key: StoreKey) -> str:
-    return key.rpartition("/")[2]
 
 
 class ResponseStoreClient:
@@ -57,7 +53,7 @@ class ResponseStoreClient:
         if not isinstance(found, StoredLookup):
             raise HTTPError(
                 404,
-                f"there is no response {response_id_of(request.id)!r}: it was not stored, was "
+                f"there is no response {id_of(request.id)!r}: it was not stored, was "
                 "deleted, or was evicted to make room for others",
                 "response_not_found",
             )

@@ -12,6 +12,7 @@ import enum
 from collections.abc import AsyncGenerator, Mapping
 
 from swell.cluster.api.resumable.event_id import AnswerOrigin, EventId
+from swell.cluster.api.store.bounded_table import TableKey
 
 _WRITE_EVENTS = 256
 """The most events in one write to a reader that catches up."""
@@ -28,12 +29,11 @@ class EventsDropped(Exception):
 
 
 class Generation:
-    """One answer. `owner` and `key` are the caller and its Idempotency-Key; `name` is the digest of
-    the whole request (`AnswerOrigin`)."""
+    """One answer. `key` is made of the caller and its Idempotency-Key; `name` is the digest of the
+    whole request (`AnswerOrigin`)."""
 
-    def __init__(self, owner: str, key: str, name: str, adapter: str = "") -> None:
+    def __init__(self, key: TableKey, name: str, adapter: str = "") -> None:
         """`adapter` is the digest of the adapter."""
-        self.owner = owner
         self.key = key
         self.name = name
         self.adapter = adapter
@@ -56,6 +56,10 @@ class Generation:
         return self.state is GenerationState.RUNNING
 
     @property
+    def in_use(self) -> bool:
+        return self.is_running or self.readers > 0
+
+    @property
     def count(self) -> int:
         """The number of events so far."""
         return self._dropped + len(self._events)
@@ -75,19 +79,16 @@ class Generation:
         self._prefix, self.headers = self.origin.event_prefix(), headers
         self._wake()
 
-    def add_events(self, chunk: bytes, *, numbered: bool) -> int:
+    def add_events(self, chunk: bytes, *, numbered: bool) -> None:
         """Adds the events of `chunk`, each terminated by an empty line. The events that end a
         failed answer are not numbered: a client continues after the ones before. Comments, which
-        name engines, are left out, because they would differ if the answer were computed again.
-        Returns the number of bytes that were kept."""
-        before = self.size_bytes
+        name engines, are left out, because they would differ if the answer were computed again."""
         for event in chunk.split(b"\n\n")[:-1]:
             if event.startswith(b":"):
                 continue
             id = b"id: %b%d\n" % (self._prefix.encode(), self.count + 1) if numbered else b""
             self._keep(b"%b%b\n\n" % (id, event))
         self._wake()
-        return self.size_bytes - before
 
     def end_with(self, body: bytes) -> None:
         """Stores the body of an answer that is not streamed, and ends the answer."""
@@ -102,14 +103,12 @@ class Generation:
         self.error = error
         self.end(GenerationState.FAILED)
 
-    def drop_half(self) -> int:
-        """Drops the older half of the events. Returns their size in bytes."""
+    def drop_half(self) -> None:
+        """Drops the older half of the events."""
         half = -(-len(self._events) // 2)
         old, self._events = self._events[:half], self._events[half:]
         self._dropped += len(old)
-        size_bytes = sum(map(len, old))
-        self.size_bytes -= size_bytes
-        return size_bytes
+        self.size_bytes -= sum(map(len, old))
 
     def _keep(self, event: bytes) -> None:
         self._events.append(event)

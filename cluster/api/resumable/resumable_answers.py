@@ -40,6 +40,7 @@ from swell.cluster.api.resumable.resumable_request import (
     seed_of,
 )
 from swell.cluster.api.routing import json_response
+from swell.cluster.api.store.bounded_table import table_key
 from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.prompt.offload import OffloadPool
@@ -88,8 +89,8 @@ class ResumableAnswers:
     def has(self, request: Request, owner: str) -> bool:
         """Returns whether this ingress keeps an answer for the request's key, so that the request
         needs no engine."""
-        key = request.headers.get(IDEMPOTENCY_KEY)
-        return key is not None and self._table.find(owner, key, _now_s()) is not None
+        sent = request.headers.get(IDEMPOTENCY_KEY)
+        return sent is not None and self._table.find(table_key(owner, sent), _now_s()) is not None
 
     async def answer(self, request: Request, body: Any, begin: BeginAnswer) -> Any:
         """Returns the response to an authorized request, whose body was checked."""
@@ -101,7 +102,8 @@ class ResumableAnswers:
         name = await self._offload.run_sized(
             context.body_bytes, answer_name, owner, context.path, sent.key, body
         )
-        found = self._table.find(owner, sent.key, _now_s())
+        key = table_key(owner, sent.key)
+        found = self._table.find(key, _now_s())
         check_same_answer(sent, name, None if found is None else found.name)
         last = sent.last_event
         with ExitStack() as reading:
@@ -118,7 +120,7 @@ class ResumableAnswers:
             digest = "" if adapter is None else adapter.digest
             if last is not None:
                 self._check_origin(last, digest)
-            generation = Generation(owner, sent.key, name, digest)
+            generation = Generation(key, name, digest)
             new = self._begin(context, generation, _identity(name, adapter, last), begin)
             self._count("begun" if last is None else "recomputed")
             self._join(new, reading)
@@ -173,7 +175,10 @@ class ResumableAnswers:
     def _leave(self, generation: Generation) -> None:
         generation.readers -= 1
         task = self._tasks.get(generation)
-        if generation.readers or task is None:
+        if generation.readers:
+            return
+        if task is None:
+            self._forget_expired()
             return
         if not self._table.holds(generation):  # no request can find it any more
             task.cancel()
@@ -217,7 +222,7 @@ class ResumableAnswers:
         begin: BeginAnswer,
     ) -> Generation:
         """Starts to compute an answer from its beginning. Raises HTTPError."""
-        before = self._table.find(generation.owner, generation.key, _now_s())
+        before = self._table.find(generation.key, _now_s())
         self._table.add(generation, _now_s())
         if before is not None and not before.readers and before in self._tasks:
             self._tasks[before].cancel()
@@ -236,7 +241,7 @@ class ResumableAnswers:
                 await self._take_events(generation, response)
             else:
                 generation.end_with(response.body)
-                self._table.grew(generation, len(response.body))
+                self._table.grew(generation)
         except asyncio.CancelledError:
             self._count("aborted")
             generation.fail(EngineGone("the answer was aborted, because no client was reading it"))
@@ -249,8 +254,8 @@ class ResumableAnswers:
         async with response.opened() as events:
             async for chunk in events:
                 failed = response.has_failed()
-                added_bytes = generation.add_events(chunk, numbered=not failed)
-                self._table.grew(generation, added_bytes)
+                generation.add_events(chunk, numbered=not failed)
+                self._table.grew(generation)
         generation.end(GenerationState.FAILED if response.has_failed() else GenerationState.DONE)
 
     def _forget_expired(self) -> None:

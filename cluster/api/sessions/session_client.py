@@ -8,12 +8,12 @@ import re
 import time
 import uuid
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from swell.cluster.api.bodies.generation_body import SESSION_PREFIX
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
+from swell.cluster.api.store.bounded_table import BoundedTable, TableKey, TableLimits, table_key
 from swell.cluster.api.store.session_store import (
     REPORT_S,
     TOKEN_BYTES,
@@ -26,11 +26,10 @@ from swell.cluster.api.store.session_store import (
     ReportReply,
     ReportSessions,
     Session,
-    SessionKey,
     SessionReply,
     SessionRequest,
 )
-from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable, store_key
+from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.secret import SecretText
@@ -46,10 +45,27 @@ _MAX_PUT_BYTES = 8 * 1024 * 1024
 _TOKEN_TYPE = next(kind for kind in "IL" if array(kind).itemsize == TOKEN_BYTES)
 
 
+class _Copy:
+    """The newest revision of a session that this ingress has seen."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.chunks = 0
+        """The number of its chunks that are being answered."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.session.size_bytes
+
+    @property
+    def in_use(self) -> bool:
+        return self.chunks > 0
+
+
 class OpenChunk:
     """A chunk that is being answered, with the session as the chunk found it."""
 
-    def __init__(self, id: str, key: SessionKey, session: Session, chunks: int) -> None:
+    def __init__(self, id: str, key: TableKey, session: Session, chunks: int) -> None:
         """`chunks` is the number of chunks that stay before this one."""
         self.id = id
         self.key = key
@@ -59,6 +75,8 @@ class OpenChunk:
         self.num_tokens = session.ends[chunks - 1] if chunks else 0
         self.until_s = float("inf")
         """The deadline of the client, on the clock of the event loop."""
+        self.copy: _Copy | None = None
+        """The copy of the session, which is in use while the chunk is being answered."""
 
     @property
     def is_first(self) -> bool:
@@ -107,12 +125,9 @@ class SessionClient:
         enabled = store is not None and limits.sessions > 0
         self._calls = StoreCalls(store.handle_session, "sessions") if enabled else None
         self._now = now
-        self._copies: OrderedDict[SessionKey, tuple[Session, float]] = OrderedDict()
-        """The sessions whose newest revision this ingress has seen, and when. The least recently
-        used come first."""
-        self._copied_bytes = 0
-        self._open: set[OpenChunk] = set()
-        """Chunks that are being answered."""
+        self._copies = BoundedTable[_Copy](
+            TableLimits(size_bytes=limits.session_bytes, age_s=limits.session_idle_s)
+        )
         self._reports: asyncio.Task[None] | None = None
         self._log = StructuredLogger("cluster.ingress")
 
@@ -127,7 +142,7 @@ class SessionClient:
 
     async def create(self, owner: SecretText) -> tuple[str, Session]:
         id, session = f"{SESSION_PREFIX}{uuid.uuid4().hex}", Session(int(time.time()))
-        key = store_key(owner, id)
+        key = table_key(owner, id)
         reply = await self._until_answered(CreateSession(key, session))
         if reply is SessionReply.FULL:
             limit = f"serve.sessions={self._limits.sessions}"
@@ -143,7 +158,7 @@ class SessionClient:
 
     async def end(self, owner: SecretText, id: str) -> None:
         key = self._key(owner, id)
-        self._drop(key)
+        self._copies.remove(key)
         self._found(id, await self._until_answered(EndSession(key)))
 
     async def find(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
@@ -169,13 +184,16 @@ class SessionClient:
             return False
         if reply is not SessionReply.OK:
             self._found(chunk.id, reply)
-        self._copy(chunk.key, chunk.session)
-        self._open.add(chunk)
+        chunk.copy = self._copy(chunk.key, chunk.session, new_chunks=1)
         return True
 
     def close_chunk(self, chunk: OpenChunk) -> None:
         """Ends the work on a chunk."""
-        self._open.discard(chunk)
+        copy, chunk.copy = chunk.copy, None
+        if copy is not None:
+            copy.chunks -= 1
+            if self._copies.get(chunk.key) is copy:
+                self._copies.renew(chunk.key, self._now())
 
     async def commit(self, chunk: OpenChunk, token_ids: Sequence[int], rank: int | None) -> None:
         """Adds the chunk and its answer to the session. Raises HTTPError if that fails."""
@@ -195,12 +213,12 @@ class SessionClient:
 
     # ---------------------------------------------------------------- the store
 
-    def _key(self, owner: SecretText, id: str) -> SessionKey:
+    def _key(self, owner: SecretText, id: str) -> TableKey:
         """Returns the store key of a session. Raises HTTPError 404 for a malformed id, which may be
         very long."""
         if self._calls is not None and not _ID.fullmatch(id):
             raise _not_found(id)
-        return store_key(owner, id)
+        return table_key(owner, id)
 
     async def _until_answered(self, request: SessionRequest, until_s: float = float("inf")) -> Any:
         if self._calls is None:
@@ -232,35 +250,19 @@ class SessionClient:
 
     # ---------------------------------------------------------------- copies
 
-    def _copy(self, key: SessionKey, session: Session) -> None:
-        self._drop(key)
-        self._copies[key] = session, self._now()
-        self._copied_bytes += session.size_bytes
-        while self._copied_bytes > self._limits.session_bytes and len(self._copies) > 1:
-            self._drop(next(iter(self._copies)))
-
-    def _drop(self, key: SessionKey) -> None:
-        session, _used_s = self._copies.pop(key, (None, 0.0))
-        if session is not None:
-            self._copied_bytes -= session.size_bytes
-
-    def _expire(self) -> None:
-        """Drops copies that are idle for too long; the store drops these sessions too. Copies of
-        open chunks stay."""
-        oldest_s = self._now() - self._limits.session_idle_s
-        while self._copies:
-            key, (session, used_s) = next(iter(self._copies.items()))
-            if used_s >= oldest_s:
-                return
-            self._drop(key)
-            if any(chunk.key == key for chunk in self._open):
-                self._copy(key, session)
+    def _copy(self, key: TableKey, session: Session, new_chunks: int = 0) -> _Copy:
+        copy = self._copies.get(key) or _Copy(session)
+        copy.session = session
+        copy.chunks += new_chunks
+        self._copies.put(key, copy, self._now())
+        self._copies.trim()
+        return copy
 
     async def _report_loop(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            self._expire()
-            if not self._copies and not self._open:
+            self._copies.expire(self._now())  # the store drops these sessions too
+            if not self._copies:
                 continue
             try:
                 await self._report()
@@ -271,26 +273,26 @@ class SessionClient:
 
     async def _report(self) -> None:
         assert self._calls is not None, "the server has sessions"
-        sent = {key: session.revision for key, (session, _used_s) in self._copies.items()}
-        report = ReportSessions(
-            [*sent], [*sent.values()], list({chunk.key for chunk in self._open})
-        )
+        sent = {key: copy.session.revision for key, copy in self._copies.items()}
+        answering = [key for key, copy in self._copies.items() if copy.in_use]
+        report = ReportSessions([*sent], [*sent.values()], answering)
         reply = await self._calls.call(report)
         assert isinstance(reply, ReportReply), reply
         for key in reply.dropped:
-            if key in self._copies and self._copies[key][0].revision == sent[key]:
-                self._drop(key)
+            copy = self._copies.get(key)
+            if copy is not None and copy.session.revision == sent[key]:
+                self._copies.remove(key)
         put, size_bytes = PutSessions([], []), 0
         for key in reversed(reply.wanted):  # the most recently used ones first
-            if key not in self._copies:
+            copy = self._copies.get(key)
+            if copy is None:
                 continue
-            session = self._copies[key][0]
-            size_bytes += session.size_bytes
+            size_bytes += copy.size_bytes
             if put.keys and size_bytes > _MAX_PUT_BYTES:
                 await self._calls.call(put)
-                put, size_bytes = PutSessions([], []), session.size_bytes
+                put, size_bytes = PutSessions([], []), copy.size_bytes
             put.keys.append(key)
-            put.sessions.append(session)
+            put.sessions.append(copy.session)
         if put.keys:
             await self._calls.call(put)
 

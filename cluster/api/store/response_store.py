@@ -27,16 +27,14 @@ count as silence of a runner (`coordinator/transport/listening_clock.py`).
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
 
 import msgspec
 
+from swell.cluster.api.store.bounded_table import BoundedTable, TableKey, TableLimits
 from swell.configs.lora import Adapter
-from swell.configs.runtime.secret import HoldsSecrets, SecretText
+from swell.configs.runtime.secret import HoldsSecrets
 from swell.coordinator.transport.listening_clock import ListeningClock
 
-StoreKey = SecretText
-"""The name of a response: a digest of the client's API key, then the id."""
 HEARTBEAT_S = 1.0
 """The interval at which an ingress reports what it computes, and the longest time for which a
 cancelled response is still computed."""
@@ -83,7 +81,7 @@ class Store(HoldsSecrets, frozen=True, tag=True):
     """Stores a finished response. The reply tells whether it is stored: it is not if another runner
     computes the response."""
 
-    id: StoreKey
+    id: TableKey
     kept: StoredResponse
     runner: str = ""
     """The runner that computed the response; empty: it is not a background response."""
@@ -93,7 +91,7 @@ class Begin(HoldsSecrets, frozen=True, tag=True):
     """`runner` starts to compute this response. The reply tells whether the store has room for
     it."""
 
-    id: StoreKey
+    id: TableKey
     kept: StoredResponse
     runner: str
     job: Job
@@ -115,7 +113,7 @@ class Heartbeat(HoldsSecrets, frozen=True, tag=True):
     `HeartbeatReply`."""
 
     runner: str
-    ids: list[StoreKey]
+    ids: list[TableKey]
     takes: int = 0
 
 
@@ -129,19 +127,19 @@ class Read(HoldsSecrets, frozen=True, tag=True):
     """Reads a response. The reply to this and the next two requests is a `StoredLookup`, or
     None."""
 
-    id: StoreKey
+    id: TableKey
 
 
 class Cancel(HoldsSecrets, frozen=True, tag=True):
     """Stops the computation of a response. No effect on a response that is not running."""
 
-    id: StoreKey
+    id: TableKey
 
 
 class Delete(HoldsSecrets, frozen=True, tag=True):
     """Deletes a response, and stops its computation."""
 
-    id: StoreKey
+    id: TableKey
 
 
 StoreRequest = Store | Begin | Heartbeat | RunnerExit | Read | Cancel | Delete
@@ -159,11 +157,19 @@ class StoredLookup(msgspec.Struct, frozen=True):
     """The response; for a cancelled or lost one, its state when it began."""
     status: StoredStatus
 
+    @property
+    def size_bytes(self) -> int:
+        return self.kept.size_bytes
+
+    @property
+    def in_use(self) -> bool:
+        return self.status is StoredStatus.RUNNING
+
 
 class HeartbeatReply(HoldsSecrets, frozen=True):
-    stop: list[StoreKey]
+    stop: list[TableKey]
     """Responses to stop: they were cancelled, deleted or taken over."""
-    unknown: list[StoreKey]
+    unknown: list[TableKey]
     """Responses that the store does not know; the ingress begins them again."""
     taken: list[Begin] = []
     """Responses that this runner takes over."""
@@ -173,44 +179,50 @@ StoreReply = bool | StoredLookup | HeartbeatReply | None
 
 
 class _Run(msgspec.Struct):
+    """A response that is computed."""
+
     begin: Begin
     """The request that began it; its `runner` is empty while it waits for a runner."""
     begun_s: float
     last_heartbeat_s: float
     """When a runner reported it last, in seconds of the listening clock."""
 
+    @property
+    def size_bytes(self) -> int:
+        return self.begin.size_bytes
 
-class _Final(msgspec.Struct, frozen=True):
-    found: StoredLookup
-    final_s: float
-    """When the response became final."""
+    @property
+    def in_use(self) -> bool:
+        return True
+
+
+class _Deleted(msgspec.Struct, frozen=True):
+    """Marks a response that was deleted while it ran: its runner may still report or store it."""
+
+    size_bytes: int = 0
+    in_use: bool = False
 
 
 class ResponseStore:
     """Keeps at most `limit` responses with at most `limit_bytes` in total, none older than
-    `limit_s`. If it needs room, it drops the least recently used ones, but never a running one."""
+    `limit_s`. Running responses are in use (`bounded_table.py`)."""
 
     def __init__(self, limit: int, limit_bytes: int, limit_s: float) -> None:
-        self._limit = limit
-        self._limit_bytes = limit_bytes
         self._limit_s = limit_s
-        self._final: OrderedDict[str, _Final] = OrderedDict()
-        """The final responses, least recently used first."""
+        self._kept = BoundedTable[_Run | StoredLookup](TableLimits(limit, limit_bytes, limit_s))
         self._running: dict[str, _Run] = {}
-        self._deleted_while_running: dict[str, float] = {}
-        """The responses that were deleted while running, with the last report of their runners."""
+        """The kept responses that are running, in the order in which they began."""
+        self._deleted = BoundedTable[_Deleted](TableLimits(age_s=LEASE_S))
+        """Deleted responses. Ages are on the listening clock, since the last report of a runner."""
         self._clock = ListeningClock(LEASE_S)
         self._now_s = self._listened_s = 0.0
-        self._final_bytes = 0
-        self._running_bytes = 0
-        self._last_expiry_s = float("-inf")
 
     def __len__(self) -> int:
-        return len(self._final) + len(self._running)
+        return len(self._kept)
 
     @property
     def size_bytes(self) -> int:
-        return self._final_bytes + self._running_bytes
+        return self._kept.size_bytes
 
     def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
         """Handles one request of an ingress, at a monotonic time."""
@@ -234,24 +246,24 @@ class ResponseStore:
             case Delete(id):
                 return self._delete(id)
 
-    def _store(self, id: StoreKey, kept: StoredResponse, runner: str) -> bool:
-        if id in self._deleted_while_running or id in self._final:
-            return False
+    def _store(self, id: TableKey, kept: StoredResponse, runner: str) -> bool:
         run = self._running.get(id)
+        if id in self._deleted or (run is None and id in self._kept):
+            return False
         if run is not None and run.begin.runner not in ("", runner):
             return False
-        if not self._make_room(kept.size_bytes, run):
+        if self._kept.make_room(id, kept.size_bytes) is not None:
             return False
         self._end(id, StoredLookup(kept, StoredStatus.DONE))
         return True
 
     def _begin(self, begin: Begin) -> bool:
         id = begin.id
-        known = id in self._final or id in self._running or id in self._deleted_while_running
-        if known or not self._make_room(begin.size_bytes):
+        known = id in self._kept or id in self._deleted
+        if known or self._kept.make_room(id, begin.size_bytes) is not None:
             return False
-        self._running[id] = _Run(begin, self._now_s, self._listened_s)
-        self._running_bytes += begin.size_bytes
+        run = self._running[id] = _Run(begin, self._now_s, self._listened_s)
+        self._kept.put(id, run, self._now_s)
         return True
 
     def _on_heartbeat(self, heartbeat: Heartbeat) -> HeartbeatReply:
@@ -262,10 +274,10 @@ class ResponseStore:
             run = self._running.get(id)
             if run is not None and run.begin.runner in ("", runner):
                 self._assign(run, runner)
-            elif id in self._deleted_while_running:
-                self._deleted_while_running[id] = self._listened_s
+            elif id in self._deleted:
+                self._deleted.renew(id, self._listened_s)
                 orders.stop.append(id)
-            elif run is not None or id in self._final:
+            elif id in self._kept:
                 orders.stop.append(id)
             else:
                 orders.unknown.append(id)
@@ -299,53 +311,31 @@ class ResponseStore:
         run.last_heartbeat_s = self._listened_s
         return run.begin
 
-    def _lookup(self, id: StoreKey) -> StoredLookup | None:
-        if id in self._running:
-            return StoredLookup(self._running[id].begin.kept, StoredStatus.RUNNING)
-        if id not in self._final:
-            return None
-        self._final.move_to_end(id)
-        return self._final[id].found
-
-    def _delete(self, id: StoreKey) -> StoredLookup | None:
-        found = self._lookup(id)
-        if id in self._running:
-            self._stop(id, StoredStatus.CANCELLED)
-            self._deleted_while_running[id] = self._listened_s
+    def _lookup(self, id: TableKey) -> StoredLookup | None:
+        found = self._kept.get(id)
+        if isinstance(found, _Run):
+            return StoredLookup(found.begin.kept, StoredStatus.RUNNING)
         if found is not None:
-            self._drop(id)
+            self._kept.use(id)
         return found
 
-    # ---------------------------------------------------------------- space
+    def _delete(self, id: TableKey) -> StoredLookup | None:
+        found = self._lookup(id)
+        if self._running.pop(id, None) is not None:
+            self._deleted.put(id, _Deleted(), self._listened_s)
+        self._kept.remove(id)
+        return found
 
-    def _make_room(self, size_bytes: int, run: _Run | None = None) -> bool:
-        """Drops final responses to make room for one more, which may replace `run`. Returns False,
-        and drops nothing, if the running responses leave too little room."""
-        count = self._limit + (run is not None)
-        room_bytes = self._limit_bytes - size_bytes + (run.begin.size_bytes if run else 0)
-        if len(self._running) >= count or self._running_bytes > room_bytes:
-            return False
-        while len(self) >= count or self.size_bytes > room_bytes:
-            self._drop(next(iter(self._final)))
-        return True
-
-    def _drop(self, id: StoreKey) -> None:
-        self._final_bytes -= self._final.pop(id).found.kept.size_bytes
-
-    def _end(self, id: StoreKey, found: StoredLookup) -> None:
+    def _end(self, id: TableKey, found: StoredLookup) -> None:
         """Makes a response final. Later reports of its runner cannot change it."""
-        run = self._running.pop(id, None)
-        if run is not None:
-            self._running_bytes -= run.begin.size_bytes
-        self._final[id] = _Final(found, self._now_s)
-        self._final_bytes += found.kept.size_bytes
+        self._running.pop(id, None)
+        self._kept.put(id, found, self._now_s)
 
-    def _stop(self, id: StoreKey, status: StoredStatus) -> None:
+    def _stop(self, id: TableKey, status: StoredStatus) -> None:
         self._end(id, StoredLookup(self._running[id].begin.kept, status))
 
     def _expire(self) -> None:
-        """Unassigns the responses of silent runners, and drops responses that are too old. The
-        check for age visits all responses, so it runs at most once per `HEARTBEAT_S`."""
+        """Unassigns the responses of silent runners, and drops responses that are too old."""
         for id, run in list(self._running.items()):
             begin = run.begin
             if begin.runner and self._listened_s - run.last_heartbeat_s > LEASE_S:
@@ -355,12 +345,5 @@ class ResponseStore:
                     self._stop(id, StoredStatus.LOST)
             elif not begin.runner and self._now_s - run.begun_s > self._limit_s:
                 self._stop(id, StoredStatus.LOST)
-        if self._now_s - self._last_expiry_s < HEARTBEAT_S:
-            return
-        self._last_expiry_s = self._now_s
-        for id, entry in list(self._final.items()):
-            if self._now_s - entry.final_s > self._limit_s:
-                self._drop(id)
-        for id, last_heartbeat_s in list(self._deleted_while_running.items()):
-            if self._listened_s - last_heartbeat_s > LEASE_S:
-                del self._deleted_while_running[id]
+        self._kept.expire(self._now_s)
+        self._deleted.expire(self._listened_s)

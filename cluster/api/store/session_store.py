@@ -21,16 +21,14 @@ process receives nothing.
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
 
 import msgspec
 
-from swell.configs.runtime.secret import HoldsSecrets, SecretText
+from swell.cluster.api.store.bounded_table import BoundedTable, TableKey, TableLimits, owner_of
+from swell.configs.runtime.secret import HoldsSecrets
 from swell.configs.sessions import SessionLimits
 from swell.coordinator.transport.listening_clock import ListeningClock
 
-SessionKey = SecretText
-"""The name of a session: a digest of the client's API key, then the id."""
 REPORT_S = 2.0
 """The interval at which an ingress reports its copies."""
 RECOVERY_S = 3 * REPORT_S
@@ -68,7 +66,7 @@ class Session(msgspec.Struct, frozen=True):
 class CreateSession(HoldsSecrets, frozen=True, tag=True):
     """Creates a session. The reply is OK, also the second time, FULL or OWNER_FULL."""
 
-    key: SessionKey
+    key: TableKey
     session: Session
 
 
@@ -76,7 +74,7 @@ class BeginChunk(HoldsSecrets, frozen=True, tag=True):
     """Begins a chunk. The reply is OK, UNKNOWN, RECOVERING or FULL. If the session has another
     revision, the reply is the session, and nothing has begun."""
 
-    key: SessionKey
+    key: TableKey
     ticket: str
     revision: int
 
@@ -84,7 +82,7 @@ class BeginChunk(HoldsSecrets, frozen=True, tag=True):
 class CommitChunk(HoldsSecrets, frozen=True, tag=True):
     """Commits a chunk. The reply is OK, SUPERSEDED, UNKNOWN or RECOVERING."""
 
-    key: SessionKey
+    key: TableKey
     ticket: str
     session: Session
     """The session at its next revision."""
@@ -93,29 +91,29 @@ class CommitChunk(HoldsSecrets, frozen=True, tag=True):
 class ReadSession(HoldsSecrets, frozen=True, tag=True):
     """Reads a session. The reply is the session, UNKNOWN or RECOVERING."""
 
-    key: SessionKey
+    key: TableKey
 
 
 class EndSession(HoldsSecrets, frozen=True, tag=True):
     """Ends a session. The reply is that of `ReadSession`."""
 
-    key: SessionKey
+    key: TableKey
 
 
 class ReportSessions(HoldsSecrets, frozen=True, tag=True):
     """Reports the copies of an ingress. The reply is a `ReportReply`."""
 
-    keys: list[SessionKey]
+    keys: list[TableKey]
     revisions: list[int]
     """The revision of each copy."""
-    answering: list[SessionKey] = []
+    answering: list[TableKey] = []
     """Sessions whose chunk the ingress is answering."""
 
 
 class PutSessions(HoldsSecrets, frozen=True, tag=True):
     """Sends copies that the store has requested. The reply is OK."""
 
-    keys: list[SessionKey]
+    keys: list[TableKey]
     sessions: list[Session]
 
 
@@ -143,9 +141,9 @@ class SessionReply(enum.StrEnum):
 
 
 class ReportReply(HoldsSecrets, frozen=True):
-    wanted: list[SessionKey]
+    wanted: list[TableKey]
     """Copies to send with `PutSessions`."""
-    dropped: list[SessionKey]
+    dropped: list[TableKey]
     """Copies to drop: the session has ended, or another ingress has a newer revision."""
 
 
@@ -154,17 +152,21 @@ StoreAnswer = Session | SessionReply | ReportReply
 
 class _Entry(msgspec.Struct):
     session: Session
-    used_s: float
     ticket: str = ""
     """The ticket of the chunk that began last; empty: none has begun, or it was committed."""
     is_copy: bool = False
     """Whether the session was restored from a copy. If so, another ingress may have a newer
     revision."""
+    in_use: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return self.session.size_bytes
 
 
 class SessionStore:
-    """All sessions of an application, the least recently used first. A session that no client has
-    used for `session_idle_s` is dropped."""
+    """All sessions of an application. A session that no client has used for `session_idle_s` is
+    dropped. No session is dropped to make room: its client expects it for that time."""
 
     def __init__(self, limits: SessionLimits, now_s: float) -> None:
         self._limits = limits
@@ -173,17 +175,19 @@ class SessionStore:
         self._age_s = self._clock.advance(now_s)
         self._wanted: set[str] = set()
         """Copies that were requested while the store was recovering and have not arrived."""
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._per_owner: Counter[str] = Counter()
-        self.size_bytes = 0
+        self._kept = BoundedTable[_Entry](TableLimits(age_s=limits.session_idle_s))
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._kept)
+
+    @property
+    def size_bytes(self) -> int:
+        return self._kept.size_bytes
 
     def handle(self, request: SessionRequest, now_s: float) -> StoreAnswer:
         """Handles one request of an ingress, at a monotonic time."""
         self._grow_older(now_s)
-        self._expire(now_s)
+        self._kept.expire(now_s)
         match request:
             case CreateSession(key, session):
                 return self._create(key, session, now_s)
@@ -196,40 +200,41 @@ class SessionStore:
             case EndSession(key):
                 found = self._find(key)
                 if isinstance(found, Session):
-                    self._drop(key)
+                    self._kept.remove(key)
                 return found
             case ReportSessions():
                 for key in request.answering:
-                    self._use(key, now_s)
+                    if key in self._kept:
+                        self._kept.renew(key, now_s)
                 return self._reply_to_report(request)
             case PutSessions(keys, sessions):
                 for key, session in zip(keys, sessions, strict=True):
-                    self._put(key, session, now_s)
+                    self._restore(key, session, now_s)
                 return SessionReply.OK
 
-    def _create(self, key: SessionKey, session: Session, now_s: float) -> SessionReply:
-        owner = _owner(key)
-        if key in self._entries:
+    def _create(self, key: TableKey, session: Session, now_s: float) -> SessionReply:
+        owner = owner_of(key)
+        if key in self._kept:
             return SessionReply.OK
-        if len(self._entries) >= self._limits.sessions:
+        if len(self._kept) >= self._limits.sessions:
             return SessionReply.FULL
-        if owner and self._per_owner[owner] >= self._limits.sessions_per_key:
+        if owner and self._kept.owned(owner) >= self._limits.sessions_per_key:
             return SessionReply.OWNER_FULL
-        self._set(key, _Entry(session, now_s))
+        self._kept.put(key, _Entry(session), now_s)
         return SessionReply.OK
 
     def _begin(self, begin: BeginChunk, now_s: float) -> Session | SessionReply:
-        found = self._find(begin.key)
-        if not isinstance(found, Session) or found.revision != begin.revision:
+        found, entry = self._find(begin.key), self._kept.get(begin.key)
+        if entry is None or not isinstance(found, Session) or found.revision != begin.revision:
             return found
         if self.size_bytes >= self._limits.session_bytes:
             return SessionReply.FULL
-        self._use(begin.key, now_s)
-        self._entries[begin.key].ticket = begin.ticket
+        self._kept.renew(begin.key, now_s)
+        entry.ticket = begin.ticket
         return SessionReply.OK
 
     def _commit(self, commit: CommitChunk, now_s: float) -> SessionReply:
-        entry, session = self._entries.get(commit.key), commit.session
+        entry, session = self._kept.get(commit.key), commit.session
         if self._may_be_put(commit.key):
             return SessionReply.RECOVERING
         if entry is None:
@@ -238,19 +243,19 @@ class SessionStore:
             return SessionReply.OK
         if entry.ticket not in ("", commit.ticket) or not _follows(session, entry):
             return SessionReply.SUPERSEDED
-        self._set(commit.key, _Entry(session, now_s))
+        self._kept.put(commit.key, _Entry(session), now_s)
         return SessionReply.OK
 
-    def _find(self, key: SessionKey) -> Session | SessionReply:
+    def _find(self, key: TableKey) -> Session | SessionReply:
         if self._may_be_put(key):
             return SessionReply.RECOVERING
-        entry = self._entries.get(key)
+        entry = self._kept.get(key)
         return SessionReply.UNKNOWN if entry is None else entry.session
 
     def _reply_to_report(self, report: ReportSessions) -> ReportReply:
         reply = ReportReply([], [])
         for key, revision in zip(report.keys, report.revisions, strict=True):
-            entry = self._entries.get(key)
+            entry = self._kept.get(key)
             known = -1 if entry is None else entry.session.revision
             if known < revision and (self._may_be_put(key) if entry is None else entry.is_copy):
                 reply.wanted.append(key)
@@ -260,19 +265,19 @@ class SessionStore:
             self._wanted.update(reply.wanted)
         return reply
 
-    def _put(self, key: SessionKey, session: Session, now_s: float) -> None:
+    def _restore(self, key: TableKey, session: Session, now_s: float) -> None:
         """Restores a session from a copy. A session that was committed here is newer, and stays."""
         self._wanted.discard(key)
-        entry = self._entries.get(key)
+        entry = self._kept.get(key)
         if entry is None:
-            self._set(key, _Entry(session, now_s, is_copy=True))
+            self._kept.put(key, _Entry(session, is_copy=True), now_s)
         elif entry.is_copy and entry.session.revision < session.revision:
-            self._set(key, _Entry(session, now_s, entry.ticket, is_copy=True))
+            self._kept.put(key, _Entry(session, entry.ticket, is_copy=True), now_s)
 
-    def _may_be_put(self, key: SessionKey) -> bool:
+    def _may_be_put(self, key: TableKey) -> bool:
         """Returns whether an ingress may have a session that is missing here, or a newer revision
         of it."""
-        entry = self._entries.get(key)
+        entry = self._kept.get(key)
         is_waiting = self._age_s < RECOVERY_S or key in self._wanted
         return is_waiting and (entry is None or entry.is_copy)
 
@@ -281,42 +286,9 @@ class SessionStore:
         if self._age_s >= WANTED_S:
             self._wanted.clear()
 
-    # ---------------------------------------------------------------- stored sessions
-
-    def _use(self, key: SessionKey, now_s: float) -> None:
-        entry = self._entries.get(key)
-        if entry is not None:
-            entry.used_s = now_s
-            self._entries.move_to_end(key)
-
-    def _set(self, key: SessionKey, entry: _Entry) -> None:
-        if key in self._entries:
-            self._drop(key)
-        self._entries[key] = entry
-        self._per_owner[_owner(key)] += 1
-        self.size_bytes += entry.session.size_bytes
-
-    def _drop(self, key: SessionKey) -> None:
-        self.size_bytes -= self._entries.pop(key).session.size_bytes
-        owner = _owner(key)
-        self._per_owner[owner] -= 1
-        if not self._per_owner[owner]:
-            del self._per_owner[owner]
-
-    def _expire(self, now_s: float) -> None:
-        while self._entries:
-            key, entry = next(iter(self._entries.items()))
-            if now_s - entry.used_s <= self._limits.session_idle_s:
-                return
-            self._drop(key)
-
 
 def _follows(session: Session, entry: _Entry) -> bool:
     """Returns whether `session` is the next revision of the kept one. After a copy, revisions may
     be missing."""
     behind = session.revision - entry.session.revision
     return behind == 1 or (entry.is_copy and behind > 1)
-
-
-def _owner(key: SessionKey) -> str:
-    return key.rpartition("/")[0]

@@ -7,22 +7,9 @@ from typing import Any
 
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.configs.runtime.log import StructuredLogger
-from swell.configs.runtime.secret import SecretText
 
 _CALL_TIMEOUT_S = 2.0
 """The timeout of a call to the store."""
-
-
-def store_key(owner: SecretText, id: str) -> SecretText:
-    """Returns the key under which the store keeps what `owner` (`Access.check_user`) calls `id`. A
-    client with another API key cannot find it. Without API keys all clients share one namespace."""
-    return f"{owner}/{id}" if owner else id
-
-
-def owner_of(key: SecretText) -> SecretText:
-    """Returns the `owner` part of a `store_key`."""
-    owner, separator, _ = key.partition("/")
-    return owner if separator else ""
 
 
 class StoreUnavailable(HTTPError):

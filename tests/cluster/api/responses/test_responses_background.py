@@ -14,6 +14,7 @@ import pytest
 from swell.cluster.api.responses import background
 from swell.cluster.api.responses.background import BackgroundRunner
 from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.store.bounded_table import table_key
 from swell.cluster.api.store.response_store import (
     LEASE_S,
     MAX_LOST_RUNNERS,
@@ -118,7 +119,7 @@ def test_a_response_that_lost_many_ingresses_is_failed(tmp_path: Path) -> None:
             (begin,) = server.response_store.of(Begin)
             body = begin.kept.body.replace(begun.id.encode(), b"resp_dead")
             kept = StoredResponse(body, begin.kept.items)
-            dead = Begin("resp_dead", kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
+            dead = Begin(table_key("", "resp_dead"), kept, "gone", begin.job, MAX_LOST_RUNNERS - 1)
             assert server.response_store.store.handle(dead, server.response_store.now_s)
             assert (await retrieve("resp_dead")).status == "in_progress"
             await pass_lease(server)
@@ -335,7 +336,9 @@ def test_a_new_store_learns_the_running_responses(tmp_path: Path) -> None:
             server.response_store.away = True
             server.response_store.forget()
             server.response_store.away = False
-            await until(lambda: server.response_store.store.handle(Read(begun.id), 0.0))
+            await until(
+                lambda: server.response_store.store.handle(Read(table_key("", begun.id)), 0.0)
+            )
             assert (await responses.retrieve(begun.id)).status == "in_progress"
             server.response_store.away = True
             server.engine.allow()

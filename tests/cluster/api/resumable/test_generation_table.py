@@ -11,6 +11,7 @@ from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.resumable.event_id import AnswerOrigin, EventId, parse_event_id
 from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
+from swell.cluster.api.store.bounded_table import owner_of, table_key
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.configs.resumable import ResumableLimits
 
@@ -34,62 +35,66 @@ def test_limits_hold_and_running_answers_are_never_dropped(
     steps: list[tuple[str, str, int]],
 ) -> None:
     table, now_s = GenerationTable(LIMITS), 0.0
-    running: dict[tuple[str, str], Generation] = {}
+    running: dict[str, Generation] = {}
     for what, owner, number in steps:
-        place = (owner, str(number))
-        generation = table.find(*place, now_s)
+        key = table_key(owner, str(number))
+        generation = table.find(key, now_s)
         if what == "wait":
             now_s += 4 * number
         elif what == "add" and generation is None:
-            new = Generation(*place, NAME)
+            new = Generation(key, NAME)
             try:
                 table.add(new, now_s)
             except HTTPError:
-                busy = [one.owner for one in table if one.is_running or one.readers]
+                busy = [owner_of(one.key) for one in table if one.in_use]
                 full = len(busy) == LIMITS.resumable_answers
                 assert full or (owner and busy.count(owner) == 2)
             else:
                 new.begin(1, "", {})
-                running[place] = new
+                running[key] = new
         elif generation is None:
             continue
         elif what == "grow" and generation.is_running:
-            table.grew(generation, generation.add_events(b"data: %d\n\n" % 10**250, numbered=True))
+            generation.add_events(b"data: %d\n\n" % 10**250, numbered=True)
+            table.grew(generation)
         elif what == "end" and generation.is_running:
             generation.end(GenerationState.DONE)
-            del running[place]
+            del running[key]
             table.ended(generation, now_s)
         elif what == "fail" and generation.is_running:
             generation.end(GenerationState.FAILED)
-            del running[place]
+            del running[key]
             table.remove(generation)
         elif what == "join":
             generation.readers += 1
         elif what == "leave" and generation.readers:
             generation.readers -= 1
         assert len(table) <= LIMITS.resumable_answers
-        for key in "abc":
-            own_kept = [one for one in table if one.owner == key]
+        for one in "abc":
+            own_kept = [kept for kept in table if owner_of(kept.key) == one]
             assert len(own_kept) <= LIMITS.resumable_answers_per_key
         assert table.size_bytes == sum(one.size_bytes for one in table)
         assert table.size_bytes <= LIMITS.resumable_bytes
         assert all(table.holds(one) for one in running.values())
 
 
-def test_the_oldest_answer_without_a_reader_is_evicted() -> None:
+def test_the_answer_that_finished_first_without_a_reader_is_evicted() -> None:
     table = GenerationTable(LIMITS)
-    kept = [Generation("", str(number), NAME) for number in range(4)]
+    kept = [Generation(f"/{number}", NAME) for number in range(4)]
     for generation in kept:
         table.add(generation, 0.0)
     for generation in reversed(kept[:3]):
         generation.end(GenerationState.DONE)
         table.ended(generation, 0.0)
     kept[0].readers = 1
-    table.add(Generation("", "new", NAME), 0.0)
-    assert [table.holds(one) for one in kept] == [True, False, True, True]
-    assert table.find("", "0", 10.0) is kept[0]
-    assert table.find("", "0", 10.1) is None
-    assert table.find("", "3", 99.0) is kept[3]  # it still runs
+    table.add(Generation("/new", NAME), 0.0)
+    assert [table.holds(one) for one in kept] == [True, True, False, True]
+    assert table.find("/1", 10.0) is kept[1]
+    assert table.find("/1", 10.1) is None
+    assert table.find("/0", 99.0) is kept[0], "a client reads it"
+    kept[0].readers = 0
+    assert table.find("/0", 99.0) is None
+    assert table.find("/3", 99.0) is kept[3], "it still runs"
 
 
 @given(
@@ -115,7 +120,7 @@ def test_other_texts_are_not_event_ids(text: str) -> None:
 
 
 def test_the_error_that_ends_an_answer_has_no_event_number() -> None:
-    generation = Generation("", "k", NAME)
+    generation = Generation("/k", NAME)
     generation.begin(7, "v", {})
     generation.add_events(b"event: a\ndata: 1\n\n: a comment\n\ndata: 2\n\n", numbered=True)
     generation.add_events(b"data: error\n\n", numbered=False)
@@ -128,7 +133,7 @@ def test_the_error_that_ends_an_answer_has_no_event_number() -> None:
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_answer_without_its_first_events_cannot_be_read_from_the_start(number: int) -> None:
-    generation = Generation("", "k", NAME)
+    generation = Generation("/k", NAME)
     generation.begin(7, "v", {})
     generation.add_events(b"data: 1\n\ndata: 2\n\ndata: 3\n\n", numbered=True)
     assert generation.continues(None)

@@ -515,7 +515,11 @@ def test_no_chunk_stays_open_after_its_answer(tmp_path: Path, stream: bool) -> N
     async def test() -> None:
         async with SessionServer(tmp_path).open(engines=0) as server:
             id, engine = await server.create(), await server.cluster.join(0, 0)
-            sessions = server.cluster.ingress._sessions._client
+            copies = server.cluster.ingress._sessions._client._copies
+
+            def is_open() -> bool:
+                return any(copy.in_use for _key, copy in copies.items())
+
             asked = body([1], 3, session_id=id, stream=stream)
             for end in (
                 lambda _: engine.fail("no"),
@@ -523,12 +527,12 @@ def test_no_chunk_stays_open_after_its_answer(tmp_path: Path, stream: bool) -> N
                 lambda _: engine.allow(),
             ):
                 asking = asyncio.create_task(server.client.post(COMPLETIONS, json=asked))
-                await until(lambda: engine.requests and sessions._open)
+                await until(lambda: engine.requests and is_open())
                 end(asking)
-                await until(lambda: not sessions._open)
+                await until(lambda: not is_open())
                 await asyncio.wait([asking])
             await server.client.post(COMPLETIONS, json=asked | {"temperature": -1})
-            assert not sessions._open
+            assert not is_open()
 
     run(test())
 
@@ -541,11 +545,10 @@ def test_a_session_with_a_running_chunk_keeps_its_copy(tmp_path: Path) -> None:
             running = asyncio.create_task(server.chunk(id, [1], 3))
             await until(lambda: engine.requests)
             sessions = server.cluster.ingress._sessions._client
-            now_s = sessions._now() + 700.0
-            sessions._now = lambda: now_s
-            sessions._expire()
-            assert [*sessions._copies] == [id], "the other one has ended"
-            assert other not in sessions._copies
+            kept = [sessions._key("", id), sessions._key("", other)]
+            assert [key for key, _copy in sessions._copies.items()] == kept[::-1]
+            sessions._copies.expire(sessions._now() + 700.0)
+            assert [key for key, _copy in sessions._copies.items()] == kept[:1]
             engine.allow()
             await running
 

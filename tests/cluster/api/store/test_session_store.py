@@ -203,7 +203,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
         self.now_s += LIMITS.session_idle_s + 1
         for key in KEYS[:2]:
             assert self.store.handle(ReadSession(key), self.now_s) is UNKNOWN
-        assert len(self.store) == self.store.size_bytes == 0 and not self.store._per_owner
+        assert len(self.store) == self.store.size_bytes == 0
         self.ended.update(self.committed)
         self.committed.clear()
         for copies in self.copies:
@@ -211,9 +211,11 @@ class SessionsAgainstModel(RuleBasedStateMachine):
 
     @invariant()
     def sizes_are_those_of_what_is_kept(self) -> None:
-        entries = self.store._entries.values()
+        entries = [entry for _key, entry in self.store._kept.items()]
         assert self.store.size_bytes == sum(entry.session.size_bytes for entry in entries)
-        assert sum(self.store._per_owner.values()) == len(self.store)
+        assert sum(map(self.store._kept.owned, {key.partition("/")[0] for key in KEYS})) == len(
+            self.store
+        )
 
 
 SessionsAgainstModel.TestCase.settings = settings(
