@@ -1,7 +1,8 @@
-"""Builds what an engine reports to the coordinator about itself."""
+"""Builds what an engine reports to the coordinator about itself, and decides when it does. Pure."""
 
 from __future__ import annotations
 
+from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import EngineReport
@@ -81,3 +82,30 @@ def report_of(
         freed_bytes=core.memory.freed_bytes,
         is_repairing=is_repairing,
     )
+
+
+class LoadReporter:
+    """Decides when a report is due: within a deadline after a change, otherwise as a heartbeat."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+        self._changed = False
+        self._last_at = -1e9
+
+    def changed(self) -> None:
+        """Records that something has happened that is not in the last report."""
+        self._changed = True
+
+    def reported(self, now: float) -> None:
+        self._changed, self._last_at = False, now
+
+    def wait_s(self, now: float, requested_s: float = 0.0) -> float:
+        """Returns the time until a report is due: for this long an idle engine may sleep.
+        `requested_s`: the interval that the coordinator requests; with many engines, it is longer
+        than the configured one."""
+        config = self._config
+        period_s = config.heartbeat_s
+        if self._changed:
+            period_s = min(max(config.load_report_s, requested_s), period_s)
+        left_s = self._last_at + period_s - now
+        return left_s if left_s > 0.0 else 0.0

@@ -42,8 +42,7 @@ from swell.engine.serving.coordinator_client import (
     LoopCommand,
     ServeAlone,
 )
-from swell.engine.serving.engine_report import member_of, report_of
-from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.engine_report import LoadReporter, member_of, report_of
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,

@@ -23,7 +23,7 @@ from swell.coordinator.transport.channel import (
 from swell.coordinator.wire import ClusterView, CoordinatorMessage, EngineReport, Subscribe
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, ExecutorLimits
-from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.engine_report import LoadReporter
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import (
     AbortRequests,

@@ -39,7 +39,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor.worker_memory import WorkerMemory
 from swell.engine.serving.client_tracker import ClientTracker
 from swell.engine.serving.coordinator_client import CoordinatorClient
-from swell.engine.serving.load_reporter import LoadReporter
+from swell.engine.serving.engine_report import LoadReporter
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
