@@ -22,11 +22,12 @@ from tests.faults.trial import Cell, Setup, Trial
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 STREAMS = 8
+BURST_EVERY_S = 2.0
 STALL = "cluster.stall_timeout_s=3"
 DENSE = ["parallel.data=2", "parallel.tensor=2", STALL]
 EXPERT = ["parallel.data=2", "parallel.expert=true", STALL]
 SIZES = [
-    fault_types.scale(f"scale-to-{size}", size - before) for before, size in pairwise((2, 3, 1, 2))
+    fault_types.scale(f"scale-to-{size}", size - before) for before, size in pairwise((2, 3, 1))
 ]
 
 MOVES = ("kill-engine", "scale-down")
@@ -79,7 +80,7 @@ def test_dense(dense: Trial, fault: str, moment: str) -> None:
 
 
 def test_dense_one_after_the_other(dense: Trial) -> None:
-    names = ("kill-engine", "kill-worker", "kill-engine+manager", "stop-store", "kill-controller")
+    names = ("kill-worker", "kill-engine+manager", "stop-store", "kill-controller")
     assert_row_kept(dense, *map(fault_types.named, names))
 
 
@@ -95,6 +96,7 @@ def test_expert_parallel_one_after_the_other(expert: Trial) -> None:
 
 def assert_row_kept(trial: Trial, *faults: Fault) -> None:
     """Applies the faults in turn under one load, which is cheaper than a cell for each fault."""
-    cell = trial.row(", ".join(fault.name for fault in faults), faults, SHORT_DECODE)
+    name = ", ".join(fault.name for fault in faults)
+    cell = trial.row(name, faults, SHORT_DECODE, BURST_EVERY_S)
     assert_kept(cell)
     assert cell.resubmitted > 0, cell

@@ -269,14 +269,24 @@ def _take(answer: Answer, data: bytes) -> None:
 
 
 class Load:
-    """`streams` requests in flight over `urls`; each is followed by the next.
+    """`streams` requests in flight over `urls`; each is followed by the next, at once or in the
+    next burst. Between bursts the processors are free for processes that start; a single request in
+    flight would keep an engine busy.
 
     Every request has a connection of its own. So ingresses that share a port share the requests,
     and one that dies only loses those it was answering. An address that accepts no connection is
     skipped.
     """
 
-    def __init__(self, urls: Sequence[str], requests: Sequence[LoadRequest], streams: int) -> None:
+    def __init__(
+        self,
+        urls: Sequence[str],
+        requests: Sequence[LoadRequest],
+        streams: int,
+        burst_every_s: float = 0.0,
+    ) -> None:
+        """`burst_every_s`: the time from one burst to the next, in which each stream that is idle
+        begins a request; 0: a request follows the one before at once."""
         self.answers: list[Answer] = []
         """The finished answers, failed or not."""
         self.open: dict[int, Answer] = {}
@@ -284,12 +294,14 @@ class Load:
         self._urls = urls
         self._requests = requests
         self.streams = streams
+        self._burst_every_s = burst_every_s
         self._tasks: list[asyncio.Task[None]] = []
         self._numbers = itertools.count()
         self._stopping = False
 
     def start(self, rounds: int | None = None) -> None:
-        """Keeps every stream busy until `finish`, or for `rounds` requests each."""
+        """Starts a request of every stream, and further ones until `finish`, or `rounds` requests
+        of each."""
         self._tasks += [
             asyncio.create_task(self._run_stream(index, rounds)) for index in range(self.streams)
         ]
@@ -332,6 +344,8 @@ class Load:
                 self.open[index] = answer
                 await self._send(answer, client, number)
                 self.answers.append(self.open.pop(index))
+                if self._burst_every_s:
+                    await asyncio.sleep(-time.monotonic() % self._burst_every_s)
 
     async def _send(self, answer: Answer, client: httpx.AsyncClient, number: int) -> None:
         """Sends a request to one address after the other, as a load balancer does, until one

@@ -30,6 +30,12 @@ class Moment:
     """Whether only engines that share experts have this moment."""
 
 
+async def until_streaming(load: Load, share: float) -> None:
+    """Waits until this share of the streams has a request whose answer has begun. Raises
+    NotReached."""
+    await _until(lambda: load.streaming >= share * load.streams, "streams in flight")
+
+
 async def _until(true: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + _LIMIT_S
     while not true():
@@ -52,8 +58,7 @@ async def _prefill(_monitor: ClusterMonitor, load: Load) -> None:
 async def _decode(_monitor: ClusterMonitor, load: Load) -> None:
     """Most requests in flight are streaming."""
     load.start()
-    wanted = _BUSY_SHARE * _BUSY_SHARE * load.streams
-    await _until(lambda: load.streaming >= wanted, "streams in flight")
+    await until_streaming(load, _BUSY_SHARE * _BUSY_SHARE)
 
 
 def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:

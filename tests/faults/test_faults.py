@@ -184,6 +184,25 @@ def test_a_closed_loop_runs_until_finish(fake: FakeServer) -> None:
     assert busy > 0 and answers >= 30 + busy and left == 0
 
 
+def test_every_stream_of_a_burst_waits_for_the_next_burst(fake: FakeServer) -> None:
+    async def answers(burst_every_s: float, count: int) -> Load:
+        running = Load([fake.url], REQUESTS, 4, burst_every_s)
+        running.start()
+        while len(running.answers) < count:
+            await asyncio.sleep(0.001)
+        return running
+
+    async def first_burst() -> tuple[bool, int]:
+        running = await answers(1e6, 4)
+        return running.busy, len(running.open)
+
+    async def several_bursts() -> int:
+        return len(await (await answers(0.05, 12)).finish())
+
+    assert asyncio.run(first_burst()) == (True, 0)
+    assert asyncio.run(several_bursts()) >= 12
+
+
 def cut_server(head: bytes) -> AsyncIterator[str]:
     """Returns a function that runs a server which sends `head` and resets the connection."""
 

@@ -347,6 +347,28 @@ def test_a_replica_that_was_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch)
     assert record.problems == ["parted: processes [12] were replaced without need"]
 
 
+@pytest.mark.parametrize("streaming", [1, 2])
+def test_a_fault_of_a_row_hits_answers(monkeypatch: pytest.MonkeyPatch, streaming: int) -> None:
+    monitor = monitor_of(FakeHosts({5: 1}))
+    running = Load([], [], 4)
+    record = trial._Record(monitor, running, random.Random(0), [], 0.0)
+    hit: list[int] = []
+
+    async def get_state(*_limit: float) -> ClusterState:
+        return state_of(5, [6])
+
+    async def act(*_cluster: object) -> FaultEffect:
+        hit.append(running.streaming)
+        raise NotReached("the end of this test")
+
+    monitor.wait_for_state, monitor.replicas = get_state, list
+    monkeypatch.setattr("tests.faults.moments._LIMIT_S", 0.0)
+    running.open = {number: Answer(0, 1.0, chunks_s=[2.0]) for number in range(streaming)}
+    asyncio.run(record.inject_and_wait(Fault("kill", act), 0.5))
+    assert hit == ([2] if streaming == 2 else [])
+    assert record.broken and ("streams in flight" in record.problems[0]) == (streaming < 2)
+
+
 # ---------------------------------------------------------------- readers
 
 

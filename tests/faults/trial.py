@@ -33,7 +33,7 @@ from tests.faults.load import (
     percentile,
     reference,
 )
-from tests.faults.moments import Moment
+from tests.faults.moments import Moment, until_streaming
 from tests.faults.process import Cluster, ClusterFailed
 
 RECOVER_S = 60.0
@@ -43,6 +43,8 @@ _SETTLE_S = 3.0
 reported."""
 _BETWEEN_S = 2.0
 """The time from full capacity to the next fault of a row; in a storm from fault to fault."""
+_STREAMING_SHARE = 0.25
+"""The share of the streams that are in the middle of an answer when a fault of a row begins."""
 _UNDER_WAY_S = 0.1
 """The time in which tokens that were sent before a fault still arrive."""
 _RESUBMITTED = "swell_resubmitted_requests_total"
@@ -123,9 +125,12 @@ class Trial:
         """Tries one fault at one moment. Raises ClusterFailed, ReferenceFailed."""
         return self._run(lambda monitor: self._cell(monitor, fault, moment))
 
-    def row(self, name: str, faults: Sequence[Fault], shape: Shape) -> Cell:
-        """Tries many faults under one load, each as soon as the cluster is whole again."""
-        return self._run(lambda monitor: self._row(monitor, name, faults, shape))
+    def row(
+        self, name: str, faults: Sequence[Fault], shape: Shape, burst_every_s: float = 0.0
+    ) -> Cell:
+        """Tries many faults under one load (`Load`), each as soon as the cluster is whole again and
+        answers are streamed."""
+        return self._run(lambda monitor: self._row(monitor, name, faults, shape, burst_every_s))
 
     def storm(
         self, name: str, faults: Sequence[Fault], shape: Shape, every_s: float = _BETWEEN_S
@@ -165,13 +170,18 @@ class Trial:
         return await record.end(fault.name, when)
 
     async def _row(
-        self, monitor: ClusterMonitor, name: str, faults: Sequence[Fault], shape: Shape
+        self,
+        monitor: ClusterMonitor,
+        name: str,
+        faults: Sequence[Fault],
+        shape: Shape,
+        burst_every_s: float,
     ) -> Cell:
-        record, load = await self._begin(monitor, shape)
+        record, load = await self._begin(monitor, shape, burst_every_s=burst_every_s)
         load.start()
         for fault in faults:
             await asyncio.sleep(_BETWEEN_S)
-            await record.inject_and_wait(fault)
+            await record.inject_and_wait(fault, _STREAMING_SHARE)
             if record.broken:
                 break
         await asyncio.sleep(_SETTLE_S)
@@ -196,7 +206,12 @@ class Trial:
         return await record.end(name, "decode")
 
     async def _begin(
-        self, monitor: ClusterMonitor, shape: Shape, fewer: int = 0, prepare: Prepare | None = None
+        self,
+        monitor: ClusterMonitor,
+        shape: Shape,
+        fewer: int = 0,
+        prepare: Prepare | None = None,
+        burst_every_s: float = 0.0,
     ) -> tuple[_Record, Load]:
         """Returns a record and a load that has not begun, for a whole cluster with `fewer` engines
         less than the first."""
@@ -212,7 +227,7 @@ class Trial:
         except NotReached as error:
             raise ClusterFailed(f"not whole before the fault: {error}") from None
         requests, answers = await self._reference(monitor.cluster.urls[0], shape)
-        load = Load(monitor.cluster.urls, requests, self._streams)
+        load = Load(monitor.cluster.urls, requests, self._streams, burst_every_s)
         resubmitted = await monitor.counter(_RESUBMITTED)
         return _Record(monitor, load, self._rng, answers, resubmitted), load
 
@@ -279,14 +294,16 @@ class _Record:
         self._undoing: asyncio.Task[None] | None = None
         """The task that ends a fault of a host; there is at most one."""
 
-    async def inject_and_wait(self, fault: Fault) -> None:
-        """Causes a fault and waits for full capacity."""
+    async def inject_and_wait(self, fault: Fault, streaming_share: float = 0.0) -> None:
+        """Waits until this share of the streams has a request whose answer has begun, causes a
+        fault, and waits for full capacity."""
         try:
             before = await self._monitor.wait_for_state(RECOVER_S)
+            kept = {*pids(before), *self._monitor.replicas()}
+            await until_streaming(self._load, streaming_share)
         except NotReached as error:
             self._break(f"{fault.name}: {error}")
             return
-        kept = {*pids(before), *self._monitor.replicas()}
         self._in_flight.append(len(self._load.open))
         began = time.monotonic()
         try:
