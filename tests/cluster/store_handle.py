@@ -43,18 +43,11 @@ class StoreOfTest:
         self.service = StoreService(self.limits)
 
     def new_handle(self) -> SimpleNamespace:
-        return SimpleNamespace(
-            handle=SimpleNamespace(remote=self._handle),
-            handle_session=SimpleNamespace(remote=self._handle_session),
-        )
+        return SimpleNamespace(handle=SimpleNamespace(remote=self._handle))
 
     async def _handle(self, request: Any) -> Any:
         self._check()
-        return await self.service.handle(request)
-
-    async def _handle_session(self, request: Any) -> Any:
-        self._check()
-        reply = await self.service.handle_session(request)
+        reply = await self.service.handle(request)
         if self.loses is not None and isinstance(request, self.loses):
             self.loses = None
             raise ConnectionError("the answer was lost")

@@ -32,7 +32,7 @@ from swell.cluster.api.store.response_store import (
     Store,
     StoredResponse,
 )
-from swell.cluster.api.store.store_calls import StoreUnavailable
+from swell.cluster.api.store.store_client import ReportLoop, StoreUnavailable
 from swell.cluster.text.schema.decode import decode
 from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger
@@ -63,14 +63,18 @@ class BackgroundRunner:
         self._runner = uuid.uuid4().hex
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: dict[str, Begin] = {}
-        self._heartbeat_task: asyncio.Task[None] | None = None
+        self._storing: set[str] = set()
+        """Responses that are being stored. They are not stopped: the store may have them already
+        and its reply may be lost."""
+        self._reports = ReportLoop(self._report)
+        self._silent_s = 0.0
         self._is_asking = False
         """Whether a heartbeat is in progress: the store may have assigned responses to this
         runner."""
         self._log = StructuredLogger("cluster.ingress")
 
     def start(self) -> None:
-        self._heartbeat_task = asyncio.create_task(self._heartbeat_loop())
+        self._reports.start(HEARTBEAT_S)
 
     async def begin(
         self, key: TableKey, kept: StoredResponse, job: Job, work: Callable[[], Work]
@@ -91,16 +95,17 @@ class BackgroundRunner:
         """Stores a finished response, however long the store is unavailable: no other copy exists.
         Returns False if space is lacking, or the response was cancelled, deleted or taken over
         while it ran."""
-        while True:
-            try:
-                return await self._store.call(Store(key, kept, self._runner)) is True
-            except StoreUnavailable:
-                await asyncio.sleep(HEARTBEAT_S)
+        self._storing.add(key)
+        try:
+            return await self._store.until_answered(Store(key, kept, self._runner)) is True
+        finally:
+            self._storing.discard(key)
 
     async def close(self) -> None:
         """Cancels what runs here; other ingresses may take it over at once."""
-        tasks = [*self._tasks.values(), *([self._heartbeat_task] if self._heartbeat_task else ())]
-        ran = bool(self._tasks) or self._is_asking
+        tasks = [*self._tasks.values()]
+        ran = bool(tasks) or self._is_asking
+        await self._reports.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -120,22 +125,11 @@ class BackgroundRunner:
         finally:
             del self._tasks[key], self._running[key]
 
-    async def _heartbeat_loop(self) -> None:
-        silent_s = 0.0
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            silent_s += HEARTBEAT_S
-            if not self._tasks and silent_s < IDLE_HEARTBEAT_S:
-                continue
-            silent_s = 0.0
-            try:
-                await self._send_heartbeat()
-            except StoreUnavailable:
-                continue
-            except Exception as error:  # the next heartbeat may succeed
-                self._log.exception("heartbeat", error)
-
-    async def _send_heartbeat(self) -> None:
+    async def _report(self) -> None:
+        self._silent_s += HEARTBEAT_S
+        if not self._tasks and self._silent_s < IDLE_HEARTBEAT_S:
+            return
+        self._silent_s = 0.0
         takes = _MAX_TAKEOVERS if self._is_ready() else 0
         self._is_asking = takes > 0
         orders = await self._store.call(Heartbeat(self._runner, list(self._tasks), takes))
@@ -143,7 +137,7 @@ class BackgroundRunner:
         if not isinstance(orders, HeartbeatReply):
             return
         for key in orders.stop:
-            if key in self._tasks:
+            if key in self._tasks and key not in self._storing:
                 self._tasks[key].cancel()
         for begin in orders.taken:
             if begin.id not in self._tasks:  # else it is being stopped, and is reassigned later

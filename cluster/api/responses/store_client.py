@@ -14,24 +14,19 @@ from swell.cluster.api.store.response_store import (
     Store,
     StoredLookup,
     StoredResponse,
-    StoreReply,
-    StoreRequest,
 )
-from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable
-from swell.configs.runtime.log import StructuredLogger
+from swell.cluster.api.store.store_client import StoreClient, StoreUnavailable
 
 _UNAVAILABLE_S = 10.0
 """After a failed call, `keep` does not use the store for this long."""
 
 
-class ResponseStoreClient:
-    """Every method calls the store; any failure of a call raises `StoreUnavailable`."""
+class ResponseStoreClient(StoreClient):
+    """Methods raise `StoreUnavailable` if a call fails."""
 
     def __init__(self, store: Any) -> None:
-        """`store` is the handle of `StoreService`; None: nothing is kept."""
-        self._calls = None if store is None else StoreCalls(store.handle, "stored responses")
+        super().__init__(store, "stored responses")
         self._unavailable_until_s = 0.0
-        self._log = StructuredLogger("cluster.ingress")
 
     async def keep(self, id: str, kept: StoredResponse) -> bool:
         """Stores a response. Returns whether it is stored, perhaps by another ingress with the same
@@ -58,10 +53,3 @@ class ResponseStoreClient:
                 "response_not_found",
             )
         return found
-
-    async def call(self, request: StoreRequest) -> StoreReply:
-        """Returns the reply of the store; None also if nothing is stored."""
-        if self._calls is None:
-            return None
-        reply: StoreReply = await self._calls.call(request)
-        return reply

@@ -4,11 +4,12 @@ ingress has created or answered last."""
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import time
 import uuid
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from swell.cluster.api.bodies.generation_body import SESSION_PREFIX
@@ -29,16 +30,13 @@ from swell.cluster.api.store.session_store import (
     SessionReply,
     SessionRequest,
 )
-from swell.cluster.api.store.store_calls import StoreCalls, StoreUnavailable
+from swell.cluster.api.store.store_client import ReportLoop, StoreClient
 from swell.cluster.text.params.sampling_params import BadRequest, shown
-from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.secret import SecretText
 from swell.configs.sessions import SessionLimits
 
 _PATIENCE_S = 30.0
 """How long a request waits for the store: Serve replaces a dead store within seconds."""
-_RETRY_S = 0.25
-_ENDED = Session(0)
 _ID = re.compile(f"{SESSION_PREFIX}[0-9a-f]{{32}}")
 _MAX_PUT_BYTES = 8 * 1024 * 1024
 """The most bytes of sessions in one message; the first session may be larger."""
@@ -117,28 +115,22 @@ class SessionClient:
     """The sessions of one ingress. If the store does not answer, or has not yet received the
     sessions of its predecessor, a call waits for it."""
 
-    def __init__(
-        self, store: Any, limits: SessionLimits, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, store: Any, limits: SessionLimits) -> None:
         """`store` is the handle of `StoreService`; None: sessions are disabled."""
         self._limits = limits
-        enabled = store is not None and limits.sessions > 0
-        self._calls = StoreCalls(store.handle_session, "sessions") if enabled else None
-        self._now = now
+        self._is_enabled = store is not None and limits.sessions > 0
+        self._store = StoreClient(store, "sessions")
         self._copies = BoundedTable[_Copy](
             TableLimits(size_bytes=limits.session_bytes, age_s=limits.session_idle_s)
         )
-        self._reports: asyncio.Task[None] | None = None
-        self._log = StructuredLogger("cluster.ingress")
+        self._reports = ReportLoop(self._report)
 
     def start(self) -> None:
-        if self._calls is not None:
-            self._reports = asyncio.create_task(self._report_loop())
+        if self._is_enabled:
+            self._reports.start(REPORT_S)
 
     async def close(self) -> None:
-        if self._reports is not None:
-            self._reports.cancel()
-            await asyncio.gather(self._reports, return_exceptions=True)
+        await self._reports.close()
 
     async def create(self, owner: SecretText) -> tuple[str, Session]:
         id, session = f"{SESSION_PREFIX}{uuid.uuid4().hex}", Session(int(time.time()))
@@ -159,7 +151,8 @@ class SessionClient:
     async def end(self, owner: SecretText, id: str) -> None:
         key = self._key(owner, id)
         self._copies.remove(key)
-        self._found(id, await self._until_answered(EndSession(key)))
+        self._found(id, await self._until_answered(ReadSession(key)))
+        await self._until_answered(EndSession(key))  # UNKNOWN: ended by a call without a reply
 
     async def find(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
         """Returns the session after its first `chunk` chunks; None: after all of them. Begins
@@ -193,7 +186,7 @@ class SessionClient:
         if copy is not None:
             copy.chunks -= 1
             if self._copies.get(chunk.key) is copy:
-                self._copies.renew(chunk.key, self._now())
+                self._copies.renew(chunk.key, _now_s())
 
     async def commit(self, chunk: OpenChunk, token_ids: Sequence[int], rank: int | None) -> None:
         """Adds the chunk and its answer to the session. Raises HTTPError if that fails."""
@@ -216,29 +209,16 @@ class SessionClient:
     def _key(self, owner: SecretText, id: str) -> TableKey:
         """Returns the store key of a session. Raises HTTPError 404 for a malformed id, which may be
         very long."""
-        if self._calls is not None and not _ID.fullmatch(id):
+        if self._is_enabled and not _ID.fullmatch(id):
             raise _not_found(id)
         return table_key(owner, id)
 
-    async def _until_answered(self, request: SessionRequest, until_s: float = float("inf")) -> Any:
-        if self._calls is None:
+    async def _until_answered(self, request: SessionRequest, until_s: float = math.inf) -> Any:
+        if not self._is_enabled:
             raise BadRequest(
                 "this server has no sessions (serve.sessions=0)", "session_id", "unsupported_value"
             )
-        give_up_s, is_repeated = min(self._now() + _PATIENCE_S, until_s), False
-        while True:
-            error = StoreUnavailable("sessions")
-            try:
-                reply = await self._calls.call(request)
-            except StoreUnavailable as caught:
-                reply, error, is_repeated = SessionReply.RECOVERING, caught, True
-            if reply is SessionReply.UNKNOWN and is_repeated and isinstance(request, EndSession):
-                return _ENDED  # ended by the call whose answer was lost
-            if reply is not SessionReply.RECOVERING:
-                return reply
-            if self._now() >= give_up_s:
-                raise error
-            await asyncio.sleep(_RETRY_S)
+        return await self._store.until_answered(request, min(_now_s() + _PATIENCE_S, until_s))
 
     def _found(self, id: str, reply: Any) -> Session:
         if reply is SessionReply.FULL:
@@ -254,29 +234,18 @@ class SessionClient:
         copy = self._copies.get(key) or _Copy(session)
         copy.session = session
         copy.chunks += new_chunks
-        self._copies.put(key, copy, self._now())
+        self._copies.put(key, copy, _now_s())
         self._copies.trim()
         return copy
 
-    async def _report_loop(self) -> None:
-        while True:
-            await asyncio.sleep(REPORT_S)
-            self._copies.expire(self._now())  # the store drops these sessions too
-            if not self._copies:
-                continue
-            try:
-                await self._report()
-            except StoreUnavailable:
-                continue
-            except Exception as error:  # the next report may succeed
-                self._log.exception("report of sessions", error)
-
     async def _report(self) -> None:
-        assert self._calls is not None, "the server has sessions"
+        self._copies.expire(_now_s())  # the store drops these sessions too
+        if not len(self._copies):
+            return
         sent = {key: copy.session.revision for key, copy in self._copies.items()}
         answering = [key for key, copy in self._copies.items() if copy.in_use]
         report = ReportSessions([*sent], [*sent.values()], answering)
-        reply = await self._calls.call(report)
+        reply = await self._store.call(report)
         assert isinstance(reply, ReportReply), reply
         for key in reply.dropped:
             copy = self._copies.get(key)
@@ -289,12 +258,16 @@ class SessionClient:
                 continue
             size_bytes += copy.size_bytes
             if put.keys and size_bytes > _MAX_PUT_BYTES:
-                await self._calls.call(put)
+                await self._store.call(put)
                 put, size_bytes = PutSessions([], []), copy.size_bytes
             put.keys.append(key)
             put.sessions.append(copy.session)
         if put.keys:
-            await self._calls.call(put)
+            await self._store.call(put)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _not_found(id: str) -> HTTPError:

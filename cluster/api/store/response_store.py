@@ -79,7 +79,7 @@ class Job(msgspec.Struct, frozen=True):
 
 class Store(HoldsSecrets, frozen=True, tag=True):
     """Stores a finished response. The reply tells whether it is stored: it is not if another runner
-    computes the response."""
+    computes the response. A repeated request has the same reply."""
 
     id: TableKey
     kept: StoredResponse
@@ -142,7 +142,7 @@ class Delete(HoldsSecrets, frozen=True, tag=True):
     id: TableKey
 
 
-StoreRequest = Store | Begin | Heartbeat | RunnerExit | Read | Cancel | Delete
+ResponseRequest = Store | Begin | Heartbeat | RunnerExit | Read | Cancel | Delete
 
 
 class StoredStatus(enum.StrEnum):
@@ -175,7 +175,7 @@ class HeartbeatReply(HoldsSecrets, frozen=True):
     """Responses that this runner takes over."""
 
 
-StoreReply = bool | StoredLookup | HeartbeatReply | None
+ResponseReply = bool | StoredLookup | HeartbeatReply | None
 
 
 class _Run(msgspec.Struct):
@@ -224,7 +224,7 @@ class ResponseStore:
     def size_bytes(self) -> int:
         return self._kept.size_bytes
 
-    def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
+    def handle(self, request: ResponseRequest, now_s: float) -> ResponseReply:
         """Handles one request of an ingress, at a monotonic time."""
         self._now_s, self._listened_s = now_s, self._clock.advance(now_s)
         if isinstance(request, Heartbeat):
@@ -247,10 +247,10 @@ class ResponseStore:
                 return self._delete(id)
 
     def _store(self, id: TableKey, kept: StoredResponse, runner: str) -> bool:
-        run = self._running.get(id)
-        if id in self._deleted or (run is None and id in self._kept):
-            return False
-        if run is not None and run.begin.runner not in ("", runner):
+        before = self._kept.get(id)
+        if isinstance(before, StoredLookup):  # the reply to the first request may have been lost
+            return before == StoredLookup(kept, StoredStatus.DONE)
+        if id in self._deleted or (before is not None and before.begin.runner not in ("", runner)):
             return False
         if self._kept.make_room(id, kept.size_bytes) is not None:
             return False

@@ -147,7 +147,7 @@ class ReportReply(HoldsSecrets, frozen=True):
     """Copies to drop: the session has ended, or another ingress has a newer revision."""
 
 
-StoreAnswer = Session | SessionReply | ReportReply
+SessionAnswer = Session | SessionReply | ReportReply
 
 
 class _Entry(msgspec.Struct):
@@ -184,7 +184,7 @@ class SessionStore:
     def size_bytes(self) -> int:
         return self._kept.size_bytes
 
-    def handle(self, request: SessionRequest, now_s: float) -> StoreAnswer:
+    def handle(self, request: SessionRequest, now_s: float) -> SessionAnswer:
         """Handles one request of an ingress, at a monotonic time."""
         self._grow_older(now_s)
         self._kept.expire(now_s)

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import time
 
-from swell.cluster.api.store.response_store import ResponseStore, StoreReply, StoreRequest
-from swell.cluster.api.store.session_store import SessionRequest, SessionStore, StoreAnswer
+from swell.cluster.api.store.response_store import ResponseReply, ResponseRequest, ResponseStore
+from swell.cluster.api.store.session_store import SessionAnswer, SessionRequest, SessionStore
 from swell.configs.runtime.log import configure_logging
 from swell.configs.serve import ServeConfig
+
+StoreRequest = ResponseRequest | SessionRequest
 
 
 class StoreService:
@@ -22,8 +24,7 @@ class StoreService:
         )
         self._sessions = SessionStore(limits, time.monotonic())
 
-    async def handle(self, request: StoreRequest) -> StoreReply:
+    async def handle(self, request: StoreRequest) -> ResponseReply | SessionAnswer:
+        if isinstance(request, SessionRequest):
+            return self._sessions.handle(request, time.monotonic())
         return self._responses.handle(request, time.monotonic())
-
-    async def handle_session(self, request: SessionRequest) -> StoreAnswer:
-        return self._sessions.handle(request, time.monotonic())

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 from openai.types.responses import Response
 
-from swell.cluster.api.store.response_store import Heartbeat, ResponseStore, StoreRequest
+from swell.cluster.api.store.response_store import Heartbeat, ResponseRequest, ResponseStore
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests
 
@@ -33,13 +33,14 @@ class FakeResponseStore:
 
     def __init__(self) -> None:
         self.limit, self.limit_bytes = 100, 10**7
-        self.missed: list[StoreRequest] = []
-        self.requests: list[StoreRequest] = []
+        self.missed: list[ResponseRequest] = []
+        self.requests: list[ResponseRequest] = []
         self.heartbeats = 0
         self.now_s = 0.0
         self.away = False
+        self.loses: type[ResponseRequest] | None = None
+        """The reply to the next request of this type is lost."""
         self.handle = SimpleNamespace(remote=self._handle)
-        self.handle_session = None  # no test here has sessions
         self.forget()
 
     def store_handle(self) -> StoreHandle:
@@ -53,7 +54,7 @@ class FakeResponseStore:
     def of(self, kind: type[Any]) -> list[Any]:
         return [request for request in self.requests if isinstance(request, kind)]
 
-    async def _handle(self, request: StoreRequest) -> Any:
+    async def _handle(self, request: ResponseRequest) -> Any:
         if self.away:
             self.missed.append(request)
             raise ConnectionError("no store")
@@ -63,7 +64,11 @@ class FakeResponseStore:
             not isinstance(request, Heartbeat) or request.ids
         ):  # skips the heartbeats of an idle ingress
             self.requests.append(request)
-        return self.store.handle(request, self.now_s)
+        reply = self.store.handle(request, self.now_s)
+        if self.loses is not None and isinstance(request, self.loses):
+            self.loses = None
+            raise ConnectionError("the reply was lost")
+        return reply
 
 
 class StoreHandle:
@@ -71,12 +76,11 @@ class StoreHandle:
 
     def __init__(self, response_store: FakeResponseStore) -> None:
         self.away = False
-        self.requests: list[StoreRequest] = []
+        self.requests: list[ResponseRequest] = []
         self._response_store = response_store
         self.handle = SimpleNamespace(remote=self._handle)
-        self.handle_session = None  # no test here has sessions
 
-    async def _handle(self, request: StoreRequest) -> Any:
+    async def _handle(self, request: ResponseRequest) -> Any:
         if self.away:
             raise ConnectionError("no store")
         self.requests.append(request)

@@ -22,11 +22,11 @@ from swell.cluster.api.store.response_store import (
     Heartbeat,
     Job,
     Read,
+    ResponseRequest,
     ResponseStore,
     RunnerExit,
     Store,
     StoredResponse,
-    StoreRequest,
 )
 from swell.engine.wire import EngineCoreRequest
 from tests.cluster.api.responses.responses_server import (
@@ -313,7 +313,7 @@ def test_a_failed_heartbeat_is_retried(tmp_path: Path, monkeypatch: pytest.Monke
             runs = server.cluster.ingress._responses._background
             call, failed = runs._store.call, []
 
-            async def once(request: StoreRequest) -> object:
+            async def once(request: ResponseRequest) -> object:
                 if isinstance(request, Heartbeat) and not failed:
                     failed.append(request)
                     raise ZeroDivisionError("injected")

@@ -94,3 +94,17 @@ def test_a_failed_background_stream_ends_with_its_error(tmp_path: Path) -> None:
             assert failed.status == "failed"
 
     asyncio.run(scenario())
+
+
+def test_a_response_is_completed_if_the_reply_of_the_store_is_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with ResponsesServer(tmp_path, "the fox").open() as server:
+            server.response_store.loses = Store
+            stream = await server.create(background=True, stream=True)
+            last = [event async for event in stream][-1]
+            assert last.type == "response.completed"
+            assert len(server.response_store.of(Store)) == 2, "the request was repeated"
+            found = await server.client.responses.retrieve(last.response.id)
+            assert found.status == "completed" and found.output_text == "the fox"
+
+    asyncio.run(scenario())

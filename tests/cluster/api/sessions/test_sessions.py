@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 import pytest
 
 from swell.cluster.api.sessions import session_client
-from swell.cluster.api.store import session_store
+from swell.cluster.api.store import session_store, store_client
 from swell.cluster.api.store.session_store import CommitChunk, CreateSession, EndSession
 from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
@@ -228,7 +229,7 @@ def test_another_ingress_continues_at_the_same_engine(tmp_path: Path) -> None:
 @pytest.fixture
 def fast_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_client, "REPORT_S", 0.05)
-    monkeypatch.setattr(session_client, "_RETRY_S", 0.02)
+    monkeypatch.setattr(store_client, "_RETRY_S", 0.02)
     monkeypatch.setattr(session_store, "REPORT_S", 0.05)
     monkeypatch.setattr(session_store, "RECOVERY_S", 0.3)
 
@@ -547,7 +548,7 @@ def test_a_session_with_a_running_chunk_keeps_its_copy(tmp_path: Path) -> None:
             sessions = server.cluster.ingress._sessions._client
             kept = [sessions._key("", id), sessions._key("", other)]
             assert [key for key, _copy in sessions._copies.items()] == kept[::-1]
-            sessions._copies.expire(sessions._now() + 700.0)
+            sessions._copies.expire(time.monotonic() + 700.0)
             assert [key for key, _copy in sessions._copies.items()] == kept[:1]
             engine.allow()
             await running

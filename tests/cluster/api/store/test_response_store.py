@@ -19,14 +19,14 @@ from swell.cluster.api.store.response_store import (
     HeartbeatReply,
     Job,
     Read,
+    ResponseReply,
+    ResponseRequest,
     ResponseStore,
     RunnerExit,
     Store,
     StoredLookup,
     StoredResponse,
     StoredStatus,
-    StoreReply,
-    StoreRequest,
 )
 
 LIMIT, LIMIT_BYTES, LIMIT_S = 4, 100, 60.0
@@ -61,7 +61,7 @@ class PlainStore:
         self.seen_s: float | None = None
         self.listened_s = 0.0
 
-    def handle(self, request: StoreRequest, now_s: float) -> StoreReply:
+    def handle(self, request: ResponseRequest, now_s: float) -> ResponseReply:
         gap_s = 0.0 if self.seen_s is None else now_s - self.seen_s
         self.listened_s += min(gap_s, LEASE_S / 4)
         self.seen_s = now_s
@@ -140,7 +140,8 @@ class PlainStore:
         if before is None:
             return self.put(row)
         if before.deleted or before.fate is not StoredStatus.RUNNING:
-            return False
+            is_same = before.fate is StoredStatus.DONE and before.kept == row.kept
+            return is_same and not before.deleted
         if before.runner not in ("", row.runner):
             return False
         place = self.rows.index(before)
@@ -220,7 +221,7 @@ steps = st.sampled_from([0.0, 1.0, 2.0, LEASE_S / 4, LEASE_S, LIMIT_S + 1])
 
 @given(st.lists(st.tuples(requests, steps), max_size=60))
 @settings(max_examples=300, deadline=None)
-def test_the_store_agrees_with_a_plain_list(history: list[tuple[StoreRequest, float]]) -> None:
+def test_the_store_agrees_with_a_plain_list(history: list[tuple[ResponseRequest, float]]) -> None:
     """A final response never changes."""
     store, plain, now_s = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S), PlainStore(), 0.0
     final: dict[str, StoredLookup] = {}
@@ -386,7 +387,7 @@ def test_the_data_for_a_takeover_counts_as_stored() -> None:
 
 
 @pytest.mark.parametrize("ending", [Cancel("a"), Delete("a")])
-def test_a_runner_stops_deleted_work_at_its_next_heartbeat(ending: StoreRequest) -> None:
+def test_a_runner_stops_deleted_work_at_its_next_heartbeat(ending: ResponseRequest) -> None:
     store = ResponseStore(LIMIT, LIMIT_BYTES, LIMIT_S)
     running(store)
     running(store, "b")

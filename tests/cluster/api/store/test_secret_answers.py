@@ -17,7 +17,6 @@ from starlette.routing import Route
 
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.sessions import session_client
-from swell.cluster.api.store.store_calls import StoreCalls
 from swell.cluster.cli.doctor.probes import fact_collector
 from swell.cluster.cli.main import main
 from swell.cluster.control.cluster_status import Leftovers, describe
@@ -112,8 +111,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, log: io.StringIO) -> Iterat
         contact = CoordinatorContact(coordinator.address, coordinator.keys, 1)
         services.manager = Describing(contact)
         failing, ingress = Failing(contact), running.cluster.ingress
-        ingress._responses._store._calls = StoreCalls(failing.handle, "responses")
-        ingress._sessions._client._calls = StoreCalls(failing.handle_session, "sessions")
+        ingress._responses._store._store = failing
+        ingress._sessions._client._store._store = failing
+        ingress._sessions._client._is_enabled = True
         with patch.object(session_client, "_PATIENCE_S", 0.0):
             yield running
 
