@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from swell.configs.error_text import shown
 from swell.configs.section import NO_CONTROLS, ConfigError, FilledText, Section
-from swell.configs.shown import shown
 
 MAX_ADAPTERS = 64
 MAX_RANK = 64

@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from swell.configs.autoscaling import AutoscalingConfig, check_autoscaling
 from swell.configs.drafts import DraftsConfig, check_drafts
+from swell.configs.error_text import did_you_mean, shown
 from swell.configs.files import model_path
 from swell.configs.files.yaml_text import read_yaml, read_yaml_file
 from swell.configs.lora import LoraConfig, check_lora
@@ -40,7 +41,6 @@ from swell.configs.section import (
 from swell.configs.serve import MAX_BODY_BYTES as MAX_BODY_BYTES
 from swell.configs.serve import SERVE_FILES as SERVE_FILES
 from swell.configs.serve import ServeConfig as ServeConfig
-from swell.configs.shown import did_you_mean, shown
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s*?#@,]+/?\Z", re.IGNORECASE)
 """The origin of a web page: scheme, host and port."""

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from swell.configs.error_text import shown
 from swell.configs.lora import Adapter, LoraConfig
-from swell.configs.shown import shown
 from swell.engine.executor.adapter_loads import late_reason
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.scheduling.step_builder import StartedRequest

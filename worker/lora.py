@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_tensors
 
+from swell.configs.error_text import shown
 from swell.configs.files.adapter_files import (
     MAX_WEIGHTS_BYTES,
     MERGE,
@@ -28,7 +29,6 @@ from swell.configs.files.bounded_files import read_file
 from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.runtime.log import first_line
-from swell.configs.shown import shown
 from swell.kernels.lora import LoraTokens
 from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart, NoLora
 from swell.worker.model_interfaces import Model, SupportsLoRA

@@ -33,13 +33,13 @@ from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
-from swell.worker.step.feedback import PendingSends, make_feedback
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.multi_step import ExtraSteps, OutputOfPasses, RowEnds
 from swell.worker.step.prompt_embeds import PromptEmbedsTable
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.staging import AsyncCopy
+from swell.worker.step.token_feedback import PendingSends, make_feedback
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, NewRequest, SchedulerOutput
 
 

@@ -88,8 +88,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
         samples     number n of tokens to sample: one after each of the row's last n positions
 
     `drafts` holds draft tokens: proposals for the row's last positions that are not verified yet
-    (see `drafts.py`). A row with drafts samples after each draft and after the token before the
-    drafts; any other row samples at most once.
+    (see `draft_verification.py`). A row with drafts samples after each draft and after the token
+    before the drafts; any other row samples at most once.
 
     A sampled token is written on the device to the position after the row's last, where the next
     step reads it: the host may not have read it yet. A step without rows is the dummy batch.

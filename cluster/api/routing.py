@@ -24,7 +24,7 @@ from swell.cluster.api.keep_alive import (
     whole_head,
 )
 from swell.cluster.api.messages.message import Ping, messages_error, messages_status
-from swell.cluster.api.messages.models import ANTHROPIC_VERSION
+from swell.cluster.api.messages.model_list import ANTHROPIC_VERSION
 from swell.cluster.api.request_context import (
     MAX_REQUEST_ID_CHARS,
     REQUEST_ID,

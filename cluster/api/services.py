@@ -28,9 +28,9 @@ from swell.cluster.client.requests.request_history import RequestHistory
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest
 from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, ProcessedRequest
-from swell.cluster.text.prompt.offload import OffloadPools
 from swell.cluster.text.prompt.pooling_processor import generation_refusal, pooling_refusal
 from swell.cluster.text.prompt.text_services import TextServices
+from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.reasoning_tokens import ReasoningTokens
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.lora import Adapter

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Callable
 
 from swell.cluster.text.params.sampling_params import DERIVED_SALT
+from swell.configs.error_text import shown
 from swell.configs.lora import MAX_ADAPTERS, Adapter, LoraConfig
-from swell.configs.shown import shown
 
 
 def salt_of_adapter(adapter: Adapter, cache_salt: str | None) -> str:

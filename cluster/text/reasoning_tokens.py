@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.input_processor import InputProcessor
-from swell.cluster.text.prompt.offload import OffloadPools
+from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 
 

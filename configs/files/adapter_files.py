@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from swell.configs.error_text import SHOWN_CHARS, shown
 from swell.configs.files.bounded_files import digest_file, open_regular, read_file
 from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.section import ConfigError
-from swell.configs.shown import SHOWN_CHARS, shown
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from swell.configs.error_text import shown
 from swell.configs.section import ConfigError
-from swell.configs.shown import shown
 
 MAX_YAML_BYTES = 256 * 1024
 MAX_DEPTH = 16

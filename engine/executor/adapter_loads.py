@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from swell.configs.error_text import shown
 from swell.configs.lora import Adapter
-from swell.configs.shown import shown
 from swell.worker.wire import AdapterLoaded, LoadAdapter
 
 

@@ -1,5 +1,5 @@
 """Decides which rows of a step have drafts, and how many. Drafts do not change the tokens (see
-`worker/drafts.py`): they only determine how many tokens a step yields.
+`worker/draft_verification.py`): they only determine how many tokens a step yields.
 
 A row can have drafts if all of its tokens but the newest are computed. While its drafts are in
 flight, it is left out of other steps, since only the device knows how many tokens it has then. The

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator
 from math import isfinite
 
-from swell.configs.shown import shown
+from swell.configs.error_text import shown
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import GRAMMAR_LIMITS, SamplerParams
 

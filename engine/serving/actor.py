@@ -23,7 +23,7 @@ from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import workers_by_node
-from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
 
 _EXIT_GRACE_S = 10.0

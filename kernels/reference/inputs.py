@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.host import to_device
+from swell.kernels.device_copy import to_device
 from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
 
 

@@ -21,7 +21,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import materialize
-from swell.worker.moe.expert_balance import balance, imbalance
+from swell.worker.moe.expert_placement import balance, imbalance
 from swell.worker.moe.experts import holdings, move_experts
 from swell.worker.wire import GroupPlan
 from tests.worker.comm.test_mesh import in_threads

@@ -12,7 +12,7 @@ from swell.cluster.cli.doctor.probes import ray_hosts
 from swell.cluster.client.routing.admission import WINDOW_S
 from swell.cluster.control.engines import placement
 from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
-from swell.cluster.text import object_text
+from swell.cluster.text import partial_json
 from swell.cluster.text.json_grammar import number_ranges, object_merging, string_terminals
 from swell.cluster.text.schema import strict_json
 from swell.configs import schema
@@ -65,8 +65,8 @@ LIMITS = {
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
     "limits": [
-        f"{object_text.MAX_DEPTH} objects and arrays in each other, "
-        f"{object_text.MAX_NUMBER_CHARS} characters a number; under a grammar "
+        f"{partial_json.MAX_DEPTH} objects and arrays in each other, "
+        f"{partial_json.MAX_NUMBER_CHARS} characters a number; under a grammar "
         f"{number_ranges.MAX_INT_DIGITS} digits before the point and "
         f"{number_ranges.MAX_FRACTION_DIGITS} after it",
     ],

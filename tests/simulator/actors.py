@@ -29,7 +29,7 @@ from swell.coordinator.wave_protocol.wave_interface import RankedCommands
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
-from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process

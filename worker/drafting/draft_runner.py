@@ -16,7 +16,7 @@ It reads all tokens from the table of the target model's states, and writes its 
 after the newest token: only its own passes read them before they are overwritten. The cache entries
 that it writes from p on are computed again when the target model computes these positions.
 
-Proposals never change an answer (see `drafts.py`): a wrong one only costs time.
+Proposals never change an answer (see `draft_verification.py`): a wrong one only costs time.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Engines that share experts compute each step together, so all workers of a stage reach a step at the
 same time. Every `balance_steps` steps they exchange which experts their tokens have chosen, and
-each worker decides whether its layers need another placement (`expert_balance.py`): all decide
+each worker decides whether its layers need another placement (`expert_placement.py`): all decide
 alike, since all have the same numbers. Before each of the next steps they move the experts of one
 layer. No command is needed, and no move is in flight between steps.
 """
@@ -20,7 +20,7 @@ from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.moe import MoE
 from swell.worker.model_interfaces import MixtureOfExperts
-from swell.worker.moe.expert_balance import ExpertPlacement, balance, imbalance
+from swell.worker.moe.expert_placement import ExpertPlacement, balance, imbalance
 from swell.worker.moe.experts import holdings, move_experts
 
 _UNEVEN = 1.1

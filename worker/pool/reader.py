@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.host import to_device
+from swell.kernels.device_copy import to_device
 from swell.worker.pool.pooler import ACTIVATIONS, Pooler
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Activation, Extra, PooledValues, PoolingParams

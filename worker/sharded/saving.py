@@ -35,8 +35,8 @@ from swell.worker.loader import load_config, load_experts, load_weights, resolve
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pool.pooler import read_model_pooling
+from swell.worker.sharded.atomic_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.loading import local_packing
-from swell.worker.sharded.new_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.state import state_of
 from swell.worker.sharded.tensor_file import data_of, write_tensors
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
 from swell.kernels.inputs import Inputs, Sizes, make_gather
-from swell.worker.drafts import StepDrafts
+from swell.worker.draft_verification import StepDrafts
 from swell.worker.layers.lora import AdaptedTokens
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.prompt_embeds import EmbedsOverride

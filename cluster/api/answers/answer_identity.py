@@ -9,7 +9,7 @@ from random import Random
 import msgspec
 
 from swell.cluster.api.request_context import RequestContext
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 from swell.configs.lora import Adapter
 
 

@@ -36,7 +36,7 @@ from swell.cluster.client.requests.request_history import RequestRecord
 from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
-from swell.cluster.text.prompt.offload import OffloadPool
+from swell.cluster.text.prompt.thread_offload import OffloadPool
 
 _SUBMIT_BATCH_TOKENS = 20_000
 """Prompt tokens that are submitted without yielding to other tasks: some milliseconds of work."""

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from swell.cluster.api.answers.logprobs import ChatTokenLogprob
 from swell.cluster.api.bodies.protocol_base import Body
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 Status = Literal["in_progress", "completed", "incomplete"]
 

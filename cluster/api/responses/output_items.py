@@ -22,7 +22,7 @@ from swell.cluster.api.responses.items import (
     new_id,
 )
 from swell.cluster.text.parsers import deltas as parts
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 
 class OutputItemWriter:

@@ -23,7 +23,7 @@ from swell.cluster.api.responses.response import (
 )
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers.base import Parser
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 _LAST = {
     "completed": events.Completed,

@@ -43,7 +43,7 @@ from swell.cluster.api.routing import json_response
 from swell.cluster.api.store.bounded_table import table_key
 from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
-from swell.cluster.text.prompt.offload import OffloadPool
+from swell.cluster.text.prompt.thread_offload import OffloadPool
 from swell.configs.lora import Adapter
 from swell.configs.resumable import ResumableLimits
 

@@ -11,7 +11,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.ray_port import Actor, Group
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.wire import EngineReport
-from swell.engine.serving.ready import EngineReady
+from swell.engine.serving.actor_results import EngineReady
 
 
 class StartFailed(RuntimeError):

@@ -30,7 +30,7 @@ from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.roster import MemberState
 from swell.coordinator.transport.runtime import Runtime
-from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 
 _WATCH_S = 20.0
 """How long a call waits for an engine to stop, so that a dead manager frees the thread."""

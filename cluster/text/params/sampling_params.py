@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.text.params.field_path import PathNames
-from swell.configs.shown import shown as shown
+from swell.configs.error_text import shown as shown
 from swell.worker.sampler_wire import SamplerParams
 
 SAMPLING_EPS = 1e-5

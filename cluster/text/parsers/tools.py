@@ -23,7 +23,7 @@ from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, T
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.matching import SPACE, Matcher
 from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 
 class ToolParser(AnswerReader):

@@ -12,8 +12,8 @@ import msgspec
 
 from swell.cluster.text.client_texts import Change, changed, own_segments, texts_of
 from swell.cluster.text.control_tokens import ControlTokens, Segment
-from swell.cluster.text.object_text import read_partial_object
 from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.partial_json import read_partial_object
 from swell.cluster.text.schema.chat_messages import (
     ROLES,
     ChatMessage,

@@ -14,7 +14,7 @@ from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompt
 from swell.cluster.text.prompt.truncation import PLAIN_TEXT, TokenizeOptions
-from swell.cluster.text.randomness import SYSTEM_RANDOM
+from swell.cluster.text.random_ids import SYSTEM_RANDOM
 from swell.cluster.text.schema.chat_messages import ChatMessage, ToolChoice
 from swell.configs.lora import Adapter
 

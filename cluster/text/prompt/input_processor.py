@@ -30,7 +30,6 @@ from swell.cluster.text.prompt.generation_request import (
     Prompt,
 )
 from swell.cluster.text.prompt.model_formats import AnswerFormat, ModelFormats
-from swell.cluster.text.prompt.offload import OffloadPools
 from swell.cluster.text.prompt.prompt_embeds import (
     EmbedsPrompt,
     EmbedsWidth,
@@ -40,6 +39,7 @@ from swell.cluster.text.prompt.prompt_embeds import (
     salt_of,
 )
 from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart

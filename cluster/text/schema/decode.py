@@ -22,7 +22,7 @@ from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFields
-from swell.configs.shown import did_you_mean
+from swell.configs.error_text import did_you_mean
 
 Request = TypeVar("Request", bound=RequestBody)
 

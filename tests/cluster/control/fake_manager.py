@@ -34,7 +34,7 @@ from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
-from swell.engine.serving.ready import EngineReady
+from swell.engine.serving.actor_results import EngineReady
 
 KEYS = "keys"
 FIRST = "1-configuration"

@@ -19,7 +19,7 @@ from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.serving import actor
-from swell.engine.serving.ready import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from swell.configs.schema import load
 from swell.worker.comm.groups import GroupError
 from swell.worker.moe import experts
-from swell.worker.moe.expert_balance import ExpertPlacement, balance, imbalance
+from swell.worker.moe.expert_placement import ExpertPlacement, balance, imbalance
 from swell.worker.moe.experts import place_experts
 from swell.worker.sharded import saving
 from tests.worker.moe.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers

@@ -23,7 +23,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import LoadedWeights, load_config, load_weights, resolve_dtype
 from swell.worker.models import build_model
-from swell.worker.sharded import new_folder as new_folders
+from swell.worker.sharded import atomic_folder as new_folders
 from swell.worker.sharded import saving
 from swell.worker.sharded.state import state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of, word_sum, write_tensors

@@ -21,11 +21,11 @@ from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step import kv_cache
 from swell.worker.step.block_tables import BlockTables
-from swell.worker.step.feedback import MAX_OUTSTANDING, FirstStageFeedback
 from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.staging import StagedTable
+from swell.worker.step.token_feedback import MAX_OUTSTANDING, FirstStageFeedback
 from swell.worker.wire import NewBlocks, NewRequest, SchedulerOutput
 
 pytestmark = pytest.mark.slow

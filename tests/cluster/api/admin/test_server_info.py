@@ -12,7 +12,7 @@ import httpx
 import pytest
 from anthropic.types import ModelInfo
 
-from swell.cluster.api.messages.models import model_info, model_page
+from swell.cluster.api.messages.model_list import model_info, model_page
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.coordinator.wire import EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until

@@ -15,15 +15,15 @@ from jiter import from_json
 from swell.cluster.api.messages.content import blocks
 from swell.cluster.api.messages.convert import chat_messages, conversation, to_generation_request
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.text.object_text import (
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.parsers import deltas
+from swell.cluster.text.partial_json import (
     MAX_DEPTH,
     MAX_NUMBER_CHARS,
     PartialObject,
     partial_object_json,
     read_partial_object,
 )
-from swell.cluster.text.params.sampling_params import BadRequest
-from swell.cluster.text.parsers import deltas
 from swell.cluster.text.prompt.generation_request import Conversation
 from swell.cluster.text.schema.decode import decode
 

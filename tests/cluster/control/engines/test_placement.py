@@ -27,7 +27,7 @@ from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
 from swell.engine.executor import ExecutorLimits
-from swell.engine.serving.ready import EngineReady
+from swell.engine.serving.actor_results import EngineReady
 from tests.cluster.control.ray.fake_ray import KEYS, FakeRay
 
 VERSION = Version.of(1, "configuration", load({"model": {"path": "m"}}))

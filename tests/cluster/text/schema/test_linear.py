@@ -26,10 +26,10 @@ from swell.cluster.text.grammar import lark_compiler, structured_output, user_gr
 from swell.cluster.text.json_grammar import string_patterns
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
-from swell.cluster.text.object_text import PartialObject
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
+from swell.cluster.text.partial_json import PartialObject
 from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.schema.chat_messages import ChatMessage
 from swell.cluster.text.schema.decode import decode

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.kernels.logprobs import LogprobsTensors
-from swell.worker.drafts import StepDrafts
+from swell.worker.draft_verification import StepDrafts
 from swell.worker.sample.logprobs import PendingLogprobs
 from swell.worker.sample.sampler import SamplerOutput
 from swell.worker.sampler_wire import TokenLogprobs
