@@ -38,6 +38,8 @@ from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.wire import ClusterView
 
+Body = TypeVar("Body", bound=RequestBody)
+
 
 class AdapterNames:
     """The adapters of the configuration, as this ingress found their files when it started, and the
@@ -59,9 +61,6 @@ class AdapterNames:
     def find(self, name: str) -> Adapter | None:
         found = self.of_config.get(name)
         return found or next((one for one in self.loaded if one.name == name), None)
-
-
-Body = TypeVar("Body", bound=RequestBody)
 
 
 class Services:

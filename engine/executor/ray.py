@@ -56,6 +56,18 @@ from swell.worker.wire import (
     WorkerProgress,
 )
 
+_DEATH_POLL_S = 0.1
+"""How often a wait checks whether the workers are alive."""
+_FAILURE_GRACE_S = 1.0
+"""If a group fails because a worker of this engine died, Ray reports the death within this time."""
+_END_S = 5.0
+"""How long workers may take to stop after `Shutdown`."""
+MAX_REPAIRS = 3
+REPAIRS_PERIOD_S = 300.0
+"""An engine that needs more than `MAX_REPAIRS` in this time has another problem."""
+_RELOAD_TIMEOUT_S = 30.0
+"""How long an engine waits until a replacement worker has loaded its adapters."""
+
 
 @dataclass(eq=False, slots=True)
 class RayWorker:
@@ -78,19 +90,6 @@ class RayWorker:
         except ray.exceptions.RayError as error:
             return f"died: {first_line(error)}"
         return "ended"
-
-
-_DEATH_POLL_S = 0.1
-"""How often a wait checks whether the workers are alive."""
-_FAILURE_GRACE_S = 1.0
-"""If a group fails because a worker of this engine died, Ray reports the death within this time."""
-_END_S = 5.0
-"""How long workers may take to stop after `Shutdown`."""
-MAX_REPAIRS = 3
-REPAIRS_PERIOD_S = 300.0
-"""An engine that needs more than `MAX_REPAIRS` in this time has another problem."""
-_RELOAD_TIMEOUT_S = 30.0
-"""How long an engine waits until a replacement worker has loaded its adapters."""
 
 
 class RayOutput(AsyncModelRunnerOutput):
