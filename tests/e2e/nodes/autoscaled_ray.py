@@ -15,11 +15,20 @@ import time
 from pathlib import Path
 from typing import Any
 
+import grpc
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason, DrainNodeRequest
+from ray.core.generated.autoscaler_pb2_grpc import AutoscalerStateServiceStub
+from ray.core.generated.gcs_pb2 import GcsNodeInfo
+from ray.core.generated.gcs_service_pb2 import GetAllNodeInfoRequest
+from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
+
 from swell.coordinator.transport.ports import free_port
 from tests.support import reaper
 
 _START_S = 60.0
 _STOP_S = 5.0
+_CALL_S = 30.0
+"""The timeout of a call to Ray's GCS."""
 _RAY = str(Path(sys.executable).with_name("ray"))
 _EMPTY_LISTS = (
     "initialization_commands",
@@ -108,8 +117,10 @@ class AutoscaledRay:
     def __enter__(self) -> AutoscaledRay:
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
-            if self._run("health-check", f"--address={self.address}").returncode == 0:
+            with contextlib.suppress(grpc.RpcError):
+                self.nodes()
                 return self
+            time.sleep(0.1)
         self.close()
         raise TimeoutError("Ray does not start")
 
@@ -118,35 +129,31 @@ class AutoscaledRay:
 
     def drain(self, node: str, deadline_s: int) -> None:
         """Drains a node, as after the notice of a cloud that reclaims spot capacity."""
-        done = self._run(
-            "drain-node",
-            f"--address={self.address}",
-            f"--node-id={node}",
-            "--reason=DRAIN_NODE_REASON_PREEMPTION",
-            "--reason-message=spot capacity",
-            f"--deadline-remaining-seconds={deadline_s}",
+        notice = DrainNodeRequest(
+            node_id=bytes.fromhex(node),
+            reason=DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION,
+            reason_message="spot capacity",
+            deadline_timestamp_ms=int((time.time() + deadline_s) * 1000),
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        with self._gcs() as channel:
+            reply = AutoscalerStateServiceStub(channel).DrainNode(notice, timeout=_CALL_S)
+        assert reply.is_accepted, reply.rejection_reason_message
 
     def nodes(self) -> list[str]:
-        """Returns the ids of the nodes that are alive, without the head."""
-        lines = (
-            "import ray; ray.init(logging_level=50)\n"
-            "for node in ray.nodes():\n"
-            "  if node['Alive'] and 'node:__internal_head__' not in node['Resources']:\n"
-            "    print('NODE', node['NodeID'])\n"
-        )
-        done = self._execute([sys.executable, "-c", lines])
-        assert done.returncode == 0, done.stderr
-        return [line.split()[1] for line in done.stdout.splitlines() if line.startswith("NODE")]
+        """Returns the ids of the nodes that are alive, without the head. Raises grpc.RpcError if
+        Ray's GCS does not answer."""
+        with self._gcs() as channel:
+            stub = NodeInfoGcsServiceStub(channel)
+            found = stub.GetAllNodeInfo(GetAllNodeInfoRequest(), timeout=_CALL_S).node_info_list
+        return [
+            node.node_id.hex()
+            for node in found
+            if node.state == GcsNodeInfo.ALIVE and not node.is_head_node
+        ]
 
-    def _run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return self._execute([_RAY, *words])
-
-    def _execute(self, command: list[str]) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command, env=self._environment, capture_output=True, text=True, timeout=_START_S
-        )
+    def _gcs(self) -> grpc.Channel:
+        """Returns a channel to Ray's GCS. A client of Ray would be a process that imports Ray."""
+        return grpc.insecure_channel(self.address, options=[("grpc.enable_http_proxy", 0)])
 
     def close(self) -> None:
         """Stops the head, and with it the nodes, which are its child processes."""

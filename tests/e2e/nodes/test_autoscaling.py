@@ -123,7 +123,7 @@ def test_nodes_and_engines_follow_the_load_and_a_notice(ray_cluster: AutoscaledR
         assert quiet["target"] == 1
         deadline = time.monotonic() + PATIENCE_S
         while (nodes := ray_cluster.nodes()) and time.monotonic() < deadline:
-            time.sleep(1.0)
+            time.sleep(0.2)
         assert nodes == [], "a node is not given back"
         metrics = cluster.get("/metrics").text
         assert 'swell_autoscaler_decisions_total{direction="shrink"} 1.0' in metrics
