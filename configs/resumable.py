@@ -24,4 +24,4 @@ class ResumableLimits(Section, frozen=True):
     retries with growing delays."""
     resume_grace_s: Seconds = 30.0
     """How long such an answer continues without a connected client before it is aborted. A mobile
-    client reconnects within some seconds; meanwhile the engine computes for nobody."""
+    client reconnects within some seconds; until then no client reads what the engine computes."""

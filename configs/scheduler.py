@@ -25,7 +25,7 @@ class SchedulerConfig(Section, frozen=True):
     steps_per_plan: Annotated[int, Meta(ge=1, le=32)] = 1
     """Tokens of each row that the device computes, one after the other, before it returns to the
     host, in steps without prompts (multi-step scheduling). For a row that finishes earlier the
-    remaining tokens are computed in vain, except on a CPU with one worker, and a new request waits
+    remaining tokens are discarded, except on a CPU with one worker, and a new request waits
     for all of them. This is worthwhile if the host takes longer than the device
     (`docs/lab/performance.md`)."""
 

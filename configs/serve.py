@@ -50,9 +50,9 @@ class ServeConfig(SessionLimits, frozen=True):
     too, else it is refused, because a user's key is not an operator's."""
     share_prefixes: Literal["key", "all"] = "key"
     """Scope of the prefix cache if there is an `api_keys_file`. `key`: requests find only prefixes
-    of their own key; otherwise cache hits (`cached_tokens`, a faster answer) would tell one key
-    what another one has sent. `all`: all keys share the prefix cache, which saves the computation
-    of common prompts if the clients trust each other."""
+    of their own key; otherwise cache hits (`cached_tokens`, a faster answer) would reveal to one
+    key what another one has sent. `all`: all keys share the prefix cache, which saves the
+    computation of common prompts if the clients trust each other."""
     max_body_bytes: Annotated[int, Meta(ge=1, le=MAX_BODY_BYTES)] = 16 * 1024 * 1024
     """Longest HTTP body that is read. A conversation that fills a context of a million tokens has 5
     MB, and twice that if everything but ASCII is escaped; the number of values in a body has its

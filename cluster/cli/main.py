@@ -168,13 +168,17 @@ COMMANDS = {
         _update_weights,
     ),
     "pause": Command("pause all engines", "swell.cluster.cli.admin_commands:pause", _status),
-    "resume": Command("let them go on", "swell.cluster.cli.admin_commands:resume", _status),
+    "resume": Command("resume all engines", "swell.cluster.cli.admin_commands:resume", _status),
     "sleep": Command(
         "pause all engines and free their memory",
         "swell.cluster.cli.admin_commands:sleep",
         _sleep,
     ),
-    "wake": Command("let them go on", "swell.cluster.cli.admin_commands:wake", _status),
+    "wake": Command(
+        "restore the memory of all engines and resume them",
+        "swell.cluster.cli.admin_commands:wake",
+        _status,
+    ),
     "generate": Command(
         "answer prompts in this process", "swell.cluster.cli.generate:generate", _generate
     ),
