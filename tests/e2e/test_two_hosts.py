@@ -38,6 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 MOE = NANO.parent / "nano-moe"
 STREAMS = 12
 UPGRADE_STREAMS = 32
+BURST_EVERY_S = 1.5
 STALL_S = 3.0
 """`cluster.stall_timeout_s` if links are cut. Other tests have the longer default, since forming a
 group takes long on a busy machine."""
@@ -159,7 +160,7 @@ async def answers_while(
     """Returns the reference answers, and the answers of streams that ran during `change`."""
     requests = make_requests((await model_of(cluster)), STREAMS, SHORT_DECODE, seed=7)
     expected = await reference(cluster.urls[0], requests)
-    load = Load(urls, requests, STREAMS)
+    load = Load(urls, requests, STREAMS, BURST_EVERY_S)
     load.start()
     while load.streaming < STREAMS // 3:
         await asyncio.sleep(0.02)
@@ -181,30 +182,24 @@ async def some_seconds() -> None:
     await asyncio.sleep(3)
 
 
-def test_engines_on_two_hosts_keep_their_streams_while_a_link_is_down(
-    hosts, models: tuple[Path, Path]
-):
-    """Cuts the link of each host. Clients of the other host's ingress only see a pause, and no
-    ingress is replaced, although Ray Serve's controller cannot reach one of the hosts. Then
-    upgrades the weights under many streams: none fails and none mixes versions. All of it uses one
-    cluster, whose start takes longer than the rest."""
-    first, second = models
-    settings = (*UPGRADE_SETTINGS, ONE_WORKER_A_HOST, f"cluster.stall_timeout_s={STALL_S}")
-    with serving(hosts, first, *settings, engines=2) as cluster:
+@pytest.mark.parametrize("host", [0, pytest.param(1, marks=pytest.mark.slow_variants)])
+def test_engines_on_two_hosts_keep_their_streams_while_a_link_is_down(hosts, host: int):
+    """Cuts the link of a host. Clients of the other host's ingress only see a pause, and no ingress
+    is replaced, although Ray Serve's controller cannot reach one of the hosts. If the first host is
+    cut off, the other ingress loses Ray's GCS as well."""
+    settings = (ONE_WORKER_A_HOST, f"cluster.stall_timeout_s={STALL_S}")
+    with serving(hosts, NANO, *settings, engines=2) as cluster:
         assert sorted(cluster.worker_hosts()) == [[0], [1]]
         kept = asyncio.run(answers_while(cluster, cluster.urls, some_seconds))
         assert_kept(*kept)
         served = {answer.engines for answer in kept[1]}
         assert served >= {"0", "1"}
-        for host in (0, 1):
-            change = partial(cut_and_heal, cluster, host)
-            ingresses = cluster.ingresses()
-            urls = [cluster.urls[1 - host]]
-            assert_kept(*asyncio.run(answers_while(cluster, urls, change)))
-            asyncio.run(cluster.wait_until_whole(2))
-            assert sorted(cluster.worker_hosts()) == [[0], [1]]
-            assert cluster.ingresses() == ingresses
-        upgrade_to(second, cluster)
+        change = partial(cut_and_heal, cluster, host)
+        ingresses = cluster.ingresses()
+        assert_kept(*asyncio.run(answers_while(cluster, [cluster.urls[1 - host]], change)))
+        asyncio.run(cluster.wait_until_whole(2))
+        assert sorted(cluster.worker_hosts()) == [[0], [1]]
+        assert cluster.ingresses() == ingresses
 
 
 @pytest.fixture
@@ -215,19 +210,23 @@ def models() -> Iterator[tuple[Path, Path]]:
         yield copy_of(first), copy_of(second, lambda tensors: add_noise(tensors, 2))
 
 
-def upgrade_to(model: Path, cluster: TwoHostCluster) -> None:
-    """Upgrades the weights. Each host has room for one engine, so each engine is replaced in its
-    place. Meanwhile its answers move to the other host, if that has an engine of their version."""
+@pytest.mark.slow_variants
+def test_an_upgrade_of_engines_that_have_no_room_beside_them(hosts, models: tuple[Path, Path]):
+    """Upgrades the weights under many streams: none fails and none mixes versions. Each host has
+    room for one engine, so each engine is replaced in its place. Meanwhile its answers move to the
+    other host, if that has an engine of their version. `test_upgrade.py` has room."""
+    first, second = models
+    with serving(hosts, first, *UPGRADE_SETTINGS, ONE_WORKER_A_HOST, engines=2) as cluster:
 
-    def change() -> None:
-        done = upgrade(cluster.urls[1], model, prefix=cluster.hosts.prefix(0))
-        assert done.returncode == 0, done.stdout + done.stderr
+        def change() -> None:
+            done = upgrade(cluster.urls[1], second, prefix=cluster.hosts.prefix(0))
+            assert done.returncode == 0, done.stdout + done.stderr
 
-    assert_pure(*asyncio.run(answers_of_versions(cluster.urls, UPGRADE_STREAMS, change)))
-    assert sorted(cluster.worker_hosts()) == [[0], [1]]
-    state = cluster.get("/admin/cluster").json()
+        assert_pure(*asyncio.run(answers_of_versions(cluster.urls, UPGRADE_STREAMS, change)))
+        assert sorted(cluster.worker_hosts()) == [[0], [1]]
+        state = cluster.get("/admin/cluster").json()
     assert {engine["version"] for engine in state["engines"]} == {state["upgrade"]["version"]}
-    assert state["upgrade"]["model"] == str(model)
+    assert state["upgrade"]["model"] == str(second)
 
 
 async def cut_and_heal(cluster: TwoHostCluster, host: int) -> None:
