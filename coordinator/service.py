@@ -281,7 +281,7 @@ class CoordinatorService:
             and state.desired.age >= kept.desired.age
             and state != kept
         ):
-            self._state_machine.manager_state = state
+            self._state_machine.keep_manager_state(state)
             self._send_heartbeats()
         return self._state_machine.manager_state
 

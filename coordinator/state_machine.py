@@ -128,6 +128,10 @@ class CoordinatorStateMachine:
             return joining
         return self.roster.find(rank, incarnation)
 
+    def keep_manager_state(self, state: ManagerState) -> None:
+        """Keeps what the manager would need after a restart."""
+        self.manager_state = state
+
     def view(self) -> ClusterView:
         return ClusterView(self.roster, self._reports())
 

@@ -253,6 +253,9 @@ class _LoadProgress:
         self.done, self.total = 0, total
         self.progress = progress or (lambda done, total: None)
 
+    def begin(self, total: int) -> None:
+        self.total = total
+
     def add(self, nbytes: int) -> None:
         self.done += nbytes
         self.progress(self.done, self.total)

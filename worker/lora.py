@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -30,7 +29,7 @@ from swell.configs.lora import Adapter, LoraConfig
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.runtime.log import first_line
 from swell.kernels.lora import LoraTokens
-from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart, NoLora
+from swell.worker.layers.lora import AdaptedTokens, LayerLora, LoraMatrices, LoraPart
 from swell.worker.model_interfaces import Model, SupportsLoRA
 from swell.worker.wire import AdapterLoaded, LoadAdapter, NewRequest, SchedulerOutput
 
@@ -42,15 +41,6 @@ other adapters have taken since."""
 class AdapterNotLoaded(RuntimeError):
     """Raised when a worker lacks an adapter. This is the worker's fault, not the request's: engines
     send requests only for adapters that all workers have."""
-
-
-class AdaptedLayer(Protocol):
-    """A linear layer that adapters may adapt."""
-
-    lora: NoLora
-
-    def lora_parts(self, *names: str) -> list[LoraPart]:
-        """Returns the layer's matrices; `names`: the name of each in the checkpoint."""
 
 
 OnLoaded = Callable[[AdapterLoaded], None]
@@ -104,12 +94,10 @@ class Adapters(NoAdapters):
         self._config, self._modules = config, model.linear_modules()
         self._dtype, self._device = dtype, model.device
         self.count = len(config.adapters) + (config.max_adapters if config.enabled else 0)
-        self._layers: list[LayerLora] = []
-        for layer, names in model.linear_layers():
-            parts = layer.lora_parts(*names)
-            lora = LayerLora(model.active_adapters, parts, self.count, dtype, self._device)
-            self._layers.append(lora)
-            layer.lora = lora
+        self._layers: list[LayerLora] = [
+            layer.accept_adapters(names, model.active_adapters, self.count, dtype, self._device)
+            for layer, names in model.linear_layers()
+        ]
         self._numbers: dict[str, Future[int]] = {}
         """Digest of an adapter -> its number, once it is loaded."""
         self._at_place: dict[int, str] = {}

@@ -283,7 +283,7 @@ class AsyncLLM(EngineListener):
         except Exception:
             for output in message.outputs:
                 if (state := self._processor.find(output.request_id, output.attempt)) is not None:
-                    state.unread = True
+                    state.on_unread()
             raise
         self._placer.abort_in_engines(result.reqs_to_abort)
         self._placer.migrate(result.dropped, MigrationReason.DROPPED)

@@ -129,12 +129,11 @@ class RequestPlacer:
         assert member is not None, (
             f"the router chose engine {route.rank}, which is not in the roster"
         )
-        engine, now_s = EngineId.of(member), self._clock()
+        engine, now_s, is_moved = EngineId.of(member), self._clock(), state.is_moved
         state.assign(engine, member.version, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
-        if state.is_moved:
-            state.is_moved = False
+        if is_moved:
             self._metrics.resubmitted()
 
     def _split(self, state: RequestState, version: str | None, max_tokens: int) -> None:

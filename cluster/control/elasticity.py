@@ -36,12 +36,7 @@ class Elasticity:
         self._config, self._fleet, self._placement = config, fleet, placement
         self._wanted = wanted
         limits = config.cluster
-        self._autoscaler = Autoscaler(
-            config.autoscaling,
-            limits.min_engines,
-            limits.max_engines,
-            config.scheduler.max_rows,
-        )
+        self._autoscaler = Autoscaler(config.autoscaling, limits.min_engines, limits.max_engines)
         self._series = LoadSeries()
         self._draining: Mapping[str, float] = {}
         """Seconds until nodes are taken away, by node id, from the last poll."""
@@ -59,8 +54,8 @@ class Elasticity:
         if load is None or not state.has_served or state.pause_requested:
             self._autoscaler.reset()
             return None
-        self._autoscaler.max_rows = self._wanted()[1].scheduler.max_rows
-        decision = self._autoscaler.observe(load, state.change.target, clock_s)
+        max_rows = self._wanted()[1].scheduler.max_rows
+        decision = self._autoscaler.observe(load, state.change.target, max_rows, clock_s)
         if decision is None:
             return None
         self._log.info(

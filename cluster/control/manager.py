@@ -111,7 +111,7 @@ class ClusterManager:
                 self._state, previous, is_paused=is_paused, limits=self._limits
             )
             self.upgrader.take_over(previous.upgrade, found)
-            self.adapters.all = previous.desired.adapters
+            self.adapters.take_over(previous.desired.adapters)
             self.upgrader.set_needed(found.versions)
             await self.save()
             await self._coordinator.take_over(self._manager_state)

@@ -32,6 +32,10 @@ class LoadedAdapters:
         self._config, self._model, self._on_change = config, model, on_change
         self.all: tuple[Adapter, ...] = ()
 
+    def take_over(self, adapters: tuple[Adapter, ...]) -> None:
+        """Starts with the adapters that an earlier server had loaded."""
+        self.all = adapters
+
     def load(self, adapter: Adapter, in_place: bool) -> None:
         """Lets requests name the adapter. With `in_place`, it may replace an adapter with the same
         name. Raises AdapterRefused."""

@@ -38,6 +38,10 @@ class WeightVersions:
         """Records that all workers have loaded the target."""
         self._loaded = self.target
 
+    def restore(self, target: WeightsSource) -> None:
+        """Makes an earlier target the target again."""
+        self.target = target
+
     def fall_back(self) -> WeightsSource:
         """Makes the last loaded weights the target. Returns the previous target."""
         refused, self.target = self.target, self._loaded
@@ -121,7 +125,7 @@ class WorkerMemory:
         except ValueError:
             raise
         except BaseException:
-            self._versions.target = before
+            self._versions.restore(before)
             raise
 
 

@@ -42,6 +42,10 @@ class ProposedTokens(Proposer):
         self.is_awaited = False
         """Whether a step in flight was asked for the next proposals."""
 
+    def ask(self) -> None:
+        """Records that a step in flight was asked for the next proposals."""
+        self.is_awaited = True
+
     def receive(self, proposed: list[int], begin: int) -> None:
         self._tokens, self._begin, self.is_awaited = proposed, begin, False
 
@@ -74,7 +78,7 @@ class ModelDrafter(ProposingDrafter):
             count = min(count, places)
             if count > 0:
                 builder.proposals[request.slot] = count
-                self._proposed(request).is_awaited = True
+                self._proposed(request).ask()
                 room -= min(count, share)
             if room <= 0:
                 return

@@ -452,7 +452,7 @@ def test_the_names_of_adapters_reach_ingresses_without_a_new_roster(dense) -> No
     assert isinstance(dense.publication(1.0), ClusterView)
     assert dense.publication(1.0) is None
     names = (Adapter("one", "/one", "1"),)
-    dense.manager_state = ManagerState(DesiredState(adapters=names))
+    dense.keep_manager_state(ManagerState(DesiredState(adapters=names)))
     assert dense.publication(1.0) is None, "with the next reports, or after load_report_s"
     published = dense.publication(1.0 + CONFIG.load_report_s)
     assert isinstance(published, ClusterReports)

@@ -126,9 +126,18 @@ class Mesh:
         tensor = make_group(f"tensor{stage}", tensor_rank, parallel.tensor)
         pipeline = make_group(f"pipeline{tensor_rank}", stage, parallel.pipeline)
         feedback = make_group(f"feedback{tensor_rank}", stage, parallel.pipeline)
-        mesh = cls(rank, 0, tensor, pipeline, feedback, expert=tensor, generation=epoch)
-        mesh.shares_experts, mesh.device = parallel.expert, torch.device(device)
-        mesh.host = host
+        mesh = cls(
+            rank,
+            0,
+            tensor,
+            pipeline,
+            feedback,
+            expert=tensor,
+            shares_experts=parallel.expert,
+            generation=epoch,
+            device=torch.device(device),
+            host=host,
+        )
         if store is not None:
             mesh._form_own(store, timeout_s, b"")
         return mesh

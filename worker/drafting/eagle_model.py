@@ -32,7 +32,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
-from swell.worker.layers.linear import QKVParallelLinear, ReplicatedLinear
+from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
@@ -139,10 +139,16 @@ class EagleModel(_Head):
             )
         self.fusion = ReplicatedLinear(2 * size, size, bias=f"{FUSION}.bias" in stored)
         layers = [
-            LlamaLayer(config, traits_of(stored, f"layers.{at}"), at, self.group, _mlp(config))
+            LlamaLayer(
+                config,
+                traits_of(stored, f"layers.{at}"),
+                at,
+                self.group,
+                _mlp(config),
+                attention_norm=None if at else _NoNorm(),
+            )
             for at in range(config.num_hidden_layers)
         ]
-        layers[0].attention_norm = _NoNorm()
         self.layers = cast("Sequence[LlamaLayer]", nn.ModuleList(layers))
         self.head = ParallelLMHead(config.vocab_size, size, self.group)
 
@@ -186,12 +192,7 @@ class _Eagle3Layer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.embed_norm, self.feature_norm = RMSNorm(size, eps), RMSNorm(size, eps)
-        self.attention = LlamaAttention(config, traits, 0, group)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        dim = self.attention.head_dim
-        self.attention.qkv = QKVParallelLinear(
-            2 * size, heads, kv_heads, dim, group, traits.qkv_bias
-        )
+        self.attention = LlamaAttention(config, traits, 0, group, in_features=2 * size)
         self.mlp_norm = RMSNorm(size, eps)
         self.mlp = _mlp(config, traits.mlp_bias)
         self._adds_normed = bool(getattr(config, "norm_before_residual", False))

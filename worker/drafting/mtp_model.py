@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from swell.configs.schema import ModelConfig, ParallelConfig
-from swell.worker.comm.groups import make_group
 from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.drafting.eagle_model import EMBEDDING, HEAD
@@ -129,7 +128,8 @@ class MtpModel(nn.Module):
         text = config.get_text_config()
         self.layout = find_layout(stored, text.num_hidden_layers)
         self.dtype, self._stored = dtype, stored
-        mesh = Mesh.build(ParallelConfig(), 0, device=device)
+        # Nothing is sent in the groups of this mesh.
+        mesh = Mesh.build(ParallelConfig(pipeline=2), 1, device=device)
         size, eps = text.hidden_size, getattr(text, "rms_norm_eps", None)
         if eps is None:
             raise ValueError(f"{_NOT_PLAIN}; set drafts.method=ngram")
@@ -137,7 +137,6 @@ class MtpModel(nn.Module):
         self.embed_norm, self.hidden_norm = RMSNorm(size, eps), RMSNorm(size, eps)
         self.projection = ReplicatedLinear(2 * size, size, bias=False)
         materialize(self, device, dtype)
-        mesh.pipeline = make_group("mtp", 1, 2)  # nothing is sent in it
         experts = (name for name in stored if ".experts." in name)
         is_sparse = any(name.startswith(f"{self.layout.layer}.") for name in experts)
         two_layers = _two_layers(config, is_sparse if stored else None)

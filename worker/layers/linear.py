@@ -17,7 +17,7 @@ from torch import nn
 
 from swell.kernels.linear import linear
 from swell.worker.comm.mesh import Group
-from swell.worker.layers.lora import NO_LORA, LoraPart, NoLora
+from swell.worker.layers.lora import NO_LORA, ActiveAdapters, LayerLora, LoraPart, NoLora
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.layers.weight_shard import (
     ALL,
@@ -42,12 +42,42 @@ class Rows:
         return cls(group.rank * count, count, total)
 
 
-class _FusedColumns(PackedWeight):
-    """Rows of several checkpoint matrices, stacked in one parameter, so that one product computes
-    all of them."""
+class LinearLayer(PackedWeight):
+    """A linear layer that adapters may adapt. Its subclasses compute this rank's part."""
 
     bias: nn.Parameter | None
-    lora: NoLora = NO_LORA
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora: NoLora = NO_LORA
+
+    def lora_parts(self, *names: str) -> list[LoraPart]:
+        """Returns the matrices that an adapter may adapt; `names` as for `weight_shards`."""
+        raise NotImplementedError
+
+    def weight_shards(self, *names: str) -> Iterator[WeightShard]:
+        """Returns the shards of this rank. `names`: the checkpoint's name of each of the layer's
+        matrices, without `.weight`."""
+        raise NotImplementedError
+
+    def accept_adapters(
+        self,
+        names: Sequence[str],
+        active: ActiveAdapters,
+        adapters: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> LayerLora:
+        """Makes room for this many adapters, whose terms are added to the outputs from now on.
+        `names` as for `weight_shards`; `active`: the adapters of the current step. Returns the
+        object that stores them."""
+        self.lora = lora = LayerLora(active, self.lora_parts(*names), adapters, dtype, device)
+        return lora
+
+
+class _FusedColumns(LinearLayer):
+    """Rows of several checkpoint matrices, stacked in one parameter, so that one product computes
+    all of them."""
 
     def __init__(self, in_features: int, parts: Sequence[Rows], bias: bool) -> None:
         super().__init__()
@@ -62,7 +92,6 @@ class _FusedColumns(PackedWeight):
         return self.lora.add(x, linear(x, self.weight, self.bias))
 
     def lora_parts(self, *names: str) -> list[LoraPart]:
-        """Returns the matrices that an adapter may adapt; `names` as for `weight_shards`."""
         return [
             LoraPart(
                 name,
@@ -74,7 +103,6 @@ class _FusedColumns(PackedWeight):
         ]
 
     def weight_shards(self, *names: str) -> Iterator[WeightShard]:
-        """Returns the shards of this rank. `names`: the name of each part, without `.weight`."""
         start = 0
         for name, part in zip(names, self.parts, strict=True):
             here = slice(start, start + part.count)
@@ -173,14 +201,11 @@ class QKVParallelLinear(_FusedColumns):
         return q, k, v
 
 
-class RowParallelLinear(PackedWeight):
+class RowParallelLinear(LinearLayer):
     """Each rank multiplies its part of the inputs; every rank gets the sum over the group.
 
     With `split_input`, every rank gets the whole input and selects its part.
     """
-
-    bias: nn.Parameter | None
-    lora: NoLora = NO_LORA
 
     def __init__(
         self,
@@ -208,13 +233,14 @@ class RowParallelLinear(PackedWeight):
         y = self.group.all_reduce_in_order(self.lora.add(x, linear(x, self.weight)))
         return y if self.bias is None else y + self.bias
 
-    def lora_parts(self, name: str) -> list[LoraPart]:
-        """Returns the matrix that an adapter may adapt."""
+    def lora_parts(self, *names: str) -> list[LoraPart]:
+        (name,) = names
         columns = slice(self.columns.start, self.columns.start + self.columns.count)
         shape = (self.out_features, self.in_features)
         return [LoraPart(name, columns, slice(0, self.out_features), shape)]
 
-    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+    def weight_shards(self, *names: str) -> Iterator[WeightShard]:
+        (name,) = names
         columns = slice(self.columns.start, self.columns.start + self.columns.count)
         shape = (self.out_features, self.in_features)
         yield WeightShard(f"{name}.weight", self.weight, (ALL, columns), shape)
@@ -240,9 +266,3 @@ class ReplicatedLinear(PackedWeight):
         yield replicated_shard(f"{name}.weight", self.weight)
         if self.bias is not None:
             yield replicated_shard(f"{name}.bias", self.bias)
-
-
-LinearLayer = (
-    ColumnParallelLinear | MergedColumnParallelLinear | QKVParallelLinear | RowParallelLinear
-)
-"""The linear layers that adapters may adapt."""

@@ -21,7 +21,7 @@ a product never mixes tokens of two engines.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,22 +115,36 @@ class MoE(FeedForward, Packable):
         self.load: torch.Tensor | None = None
         """[experts] int64: how often tokens of this engine have chosen each expert; None: not
         counted."""
-        self.on_choices: Callable[[torch.Tensor], None] | None = None
-        """Called with the choices [T, k] of each step; None: they are not recorded."""
+        self._recorded: torch.Tensor | None = None
+        """[max_tokens, k]: where the choices of each step are written; None: nowhere."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even without
         tokens."""
         traits = self.traits
         weights, choices = route(self.router(x), traits.top_k, traits.renormalize)
-        if self.on_choices is not None:
-            self.on_choices(choices)
+        if self._recorded is not None:
+            self._recorded[: len(choices)] = choices
         if self.load is not None:
             chosen = choices.flatten()
             self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
         if traits.round_weights:
             weights = weights.to(x.dtype)
         return combine_experts(self._outputs(x, choices), weights)
+
+    def record_choices(self, target: torch.Tensor) -> None:
+        """Writes the choices of each step, [T, k], to the first rows of `target` [max_tokens, k]
+        from now on."""
+        self._recorded = target
+
+    def count_load(self) -> None:
+        """Counts `load` from zero."""
+        self.load = torch.zeros(self.traits.count, dtype=torch.int64, device=self.mesh.device)
+
+    def halve_load(self) -> None:
+        """Halves `load`, so that older choices count less."""
+        assert self.load is not None, "count_load comes first"
+        self.load //= 2
 
     def share(self, owners: Sequence[Sequence[int]] | None) -> None:
         """Sets `owners`. This rank must hold the experts that it owns."""

@@ -40,12 +40,15 @@ HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 
 
 class LlamaAttention(nn.Module):
-    def __init__(self, config: Any, traits: Traits, layer: int, group: Group) -> None:
+    def __init__(
+        self, config: Any, traits: Traits, layer: int, group: Group, in_features: int
+    ) -> None:
+        """`in_features`: the size of an input; an output has the model's hidden size."""
         super().__init__()
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim(config)
         self.qkv = QKVParallelLinear(
-            config.hidden_size, heads, kv_heads, self.head_dim, group, traits.qkv_bias
+            in_features, heads, kv_heads, self.head_dim, group, traits.qkv_bias
         )
         self.out = RowParallelLinear(
             heads * self.head_dim, config.hidden_size, group, traits.out_bias
@@ -93,12 +96,19 @@ class LlamaAttention(nn.Module):
 
 class LlamaLayer(nn.Module):
     def __init__(
-        self, config: Any, traits: Traits, layer: int, group: Group, mlp: FeedForward
+        self,
+        config: Any,
+        traits: Traits,
+        layer: int,
+        group: Group,
+        mlp: FeedForward,
+        attention_norm: RMSNorm | None = None,
     ) -> None:
+        """`attention_norm`: the norm before the attention; None: one of the config's kind."""
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = RMSNorm(hidden, eps)
-        self.attention = LlamaAttention(config, traits, layer, group)
+        self.attention_norm = attention_norm or RMSNorm(hidden, eps)
+        self.attention = LlamaAttention(config, traits, layer, group, hidden)
         self.mlp_norm = RMSNorm(hidden, eps)
         self.mlp = mlp
         self.mlp_name = traits.mlp_name

@@ -71,9 +71,7 @@ class ExpertBalancer:
         self._steps = 0
         self._moves.clear()
         for layer in self._layers:
-            layer.load = torch.zeros(
-                layer.traits.count, dtype=torch.int64, device=self._mesh.device
-            )
+            layer.count_load()
 
     def _look(self) -> float:
         """Decides which layers need another placement, and returns the largest imbalance."""
@@ -101,8 +99,7 @@ class ExpertBalancer:
         loads = torch.stack([layer.load for layer in self._layers if layer.load is not None])
         gathered = self._mesh.expert.all_gather(loads.unsqueeze(0), 0)
         for layer in self._layers:
-            assert layer.load is not None
-            layer.load //= 2
+            layer.halve_load()
         of_engines = gathered[:: self._mesh.tensor.size].transpose(0, 1)
         found: list[list[list[int]]] = of_engines.tolist()
         return found

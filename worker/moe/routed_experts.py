@@ -14,7 +14,7 @@ Expert numbers are those of the model, regardless of the rank that holds an expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -106,7 +106,7 @@ class RouteRecorder:
         used = self._step[:, : layout.used_bytes(layout.through)]
         choices = used.view(layout.dtype).unflatten(1, (layout.through, layout.top_k))
         for index, layer in enumerate(moe_layers(model), layout.before):
-            layer.on_choices = _writer(choices[:, index])
+            layer.record_choices(choices[:, index])
         kept_blocks = num_blocks if mesh.is_last_stage else 0
         # [num_blocks, block_tokens * token_bytes] uint8
         self.blocks = torch.zeros(
@@ -133,15 +133,6 @@ class RouteRecorder:
         """Stores the choices of a batch next to its K and V; called on the last stage after its
         computation."""
         self.tokens.index_copy_(0, batch.attention.slot_mapping, self._step[: batch.num_tokens])
-
-
-def _writer(target: Tensor) -> Callable[[Tensor], None]:
-    """target [max_tokens, k]"""
-
-    def write(choices: Tensor) -> None:
-        target[: len(choices)] = choices
-
-    return write
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ def local_packing(device_type: str) -> Packing | None:
 class Report(Protocol):
     """Receives the progress of a load."""
 
-    total: int
-    """Total bytes; set before the first byte is read."""
+    def begin(self, total: int) -> None:
+        """Sets the total bytes; called before the first byte is read."""
 
     def add(self, nbytes: int) -> None:
         """Adds the number of bytes that were read since the last call."""
@@ -64,7 +64,7 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
     for key, tensor in state.items():
         _check_tensor(file, key, tensor, index)
     nbytes = sum(file.tensor(key).nbytes for key in state)
-    report.total = nbytes
+    report.begin(nbytes)
     maps = _maps(index, mesh.device.type)
     for key, tensor in state.items():
         file.check(key, report.add)
@@ -85,7 +85,7 @@ def load_saved_experts(
     cover only some of its layers. Raises `ValueError`."""
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
-    report.total = sum(shard.target.nbytes for shards in experts.values() for shard in shards)
+    report.begin(sum(shard.target.nbytes for shards in experts.values() for shard in shards))
     for expert, shards in experts.items():
         name = expert_file_name(expert, index.experts, mesh.stage, parallel)
         file = TensorFile(folder / name, index.files[name])

@@ -34,7 +34,7 @@ class RequestRecorder:
         """Returns the record of a request that begins now. The record is closed by `ending`."""
         now_s = time.monotonic()
         came_s = context.arrived_s
-        record = answer.record = RequestRecord(
+        record = RequestRecord(
             id=answer.id,
             request_id=context.id,
             operation=answer.operation,
@@ -42,6 +42,7 @@ class RequestRecorder:
             received_s=came_s,
             received_at=time.time() - (now_s - came_s),
         )
+        answer.begin(record)
         self._history.begin(record)
         ending.callback(self._end, record, processed, context.trace_headers)
         return record

@@ -52,6 +52,10 @@ class AnswerWriter(ABC):
         """Whether the stream ended with an error."""
         self._include_timings = bool(include_timings)
 
+    def begin(self, record: RequestRecord) -> None:
+        """Continues with the record of the request, which was submitted."""
+        self.record = record
+
     @abstractmethod
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
         """Returns the body. `outputs` has one element for each prompt, with its choices."""

@@ -116,6 +116,14 @@ class Generation:
 
     # ---------------------------------------------------------------- readers
 
+    def join(self) -> None:
+        """Counts one more reader."""
+        self.readers += 1
+
+    def leave(self) -> None:
+        """Counts one reader less."""
+        self.readers -= 1
+
     async def begun(self) -> None:
         """Waits until the first part of the answer exists. Raises the error if no answer exists."""
         while self.origin is None and self.is_running:

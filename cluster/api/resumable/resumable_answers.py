@@ -167,13 +167,13 @@ class ResumableAnswers:
 
     def _join(self, generation: Generation, reading: ExitStack) -> None:
         """Adds a reader, until `reading` is closed."""
-        generation.readers += 1
+        generation.join()
         if (timer := self._grace_timers.pop(generation, None)) is not None:
             timer.cancel()
         reading.callback(self._leave, generation)
 
     def _leave(self, generation: Generation) -> None:
-        generation.readers -= 1
+        generation.leave()
         task = self._tasks.get(generation)
         if generation.readers:
             return

@@ -63,16 +63,18 @@ class _Copy:
 class OpenChunk:
     """A chunk that is being answered, with the session as the chunk found it."""
 
-    def __init__(self, id: str, key: TableKey, session: Session, chunks: int) -> None:
-        """`chunks` is the number of chunks that stay before this one."""
+    def __init__(
+        self, id: str, key: TableKey, session: Session, chunks: int, until_s: float
+    ) -> None:
+        """`chunks` is the number of chunks that stay before this one; `until_s` is the deadline of
+        the client, on the clock of the event loop."""
         self.id = id
         self.key = key
         self.ticket = uuid.uuid4().hex
         self.session = session
         self.chunks = chunks
         self.num_tokens = session.ends[chunks - 1] if chunks else 0
-        self.until_s = float("inf")
-        """The deadline of the client, on the clock of the event loop."""
+        self.until_s = until_s
         self.copy: _Copy | None = None
         """The copy of the session, which is in use while the chunk is being answered."""
 
@@ -154,9 +156,11 @@ class SessionClient:
         self._found(id, await self._until_answered(ReadSession(key)))
         await self._until_answered(EndSession(key))  # UNKNOWN: ended by a call without a reply
 
-    async def find(self, owner: SecretText, id: str, chunk: int | None) -> OpenChunk:
+    async def find(
+        self, owner: SecretText, id: str, chunk: int | None, until_s: float
+    ) -> OpenChunk:
         """Returns the session after its first `chunk` chunks; None: after all of them. Begins
-        nothing in the store."""
+        nothing in the store. `until_s`: the deadline of the client."""
         session = await self.read(owner, id)
         count = len(session.ends)
         if chunk is not None and chunk > count:
@@ -166,7 +170,8 @@ class SessionClient:
                 f"most {count}, or leave it out",
                 "no_such_chunk",
             )
-        return OpenChunk(id, self._key(owner, id), session, count if chunk is None else chunk)
+        chunks = count if chunk is None else chunk
+        return OpenChunk(id, self._key(owner, id), session, chunks, until_s)
 
     async def begin(self, chunk: OpenChunk) -> bool:
         """Begins the chunk, which supersedes any other chunk in progress, until `close_chunk`.

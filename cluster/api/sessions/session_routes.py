@@ -76,11 +76,10 @@ class SessionRoutes:
                 "session_chunk",
                 "missing_field",
             )
+        until_s = float("inf") if context.deadline is None else context.deadline.at_s
         while True:
-            found = self._client.find(context.owner, id, body.session_chunk)
+            found = self._client.find(context.owner, id, body.session_chunk, until_s)
             chunk = await with_deadline(context, found)
-            if context.deadline is not None:
-                chunk.until_s = context.deadline.at_s
             params = await self._process(body, context, identity, chunk)
             services.llm.check_admission()
             try:

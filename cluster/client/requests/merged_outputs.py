@@ -61,7 +61,7 @@ class MergedOutputs:
         self._error: Exception | None = None
         self._unfinished = {}
         for number, state in enumerate(states):
-            state.queue.ready = self._ready
+            state.queue.share_event(self._ready)
             self._unfinished[number] = state.queue
 
     @property

@@ -128,9 +128,8 @@ class OutputProcessor:
         started, now_s = zip(message.started, message.started_attempts, strict=True), self._clock()
         for (request_id, attempt), events in zip_longest(started, message.journey_events):
             state = self.find(request_id, attempt)
-            if state is not None and state.engine is not None:
-                state.started = True
-                state.journey.add_reported(events or (), state.engine.rank, attempt, now_s)
+            if state is not None:
+                state.on_started(events or (), now_s)
 
     def process_outputs(self, outputs: Iterable[EngineCoreOutput]) -> OutputProcessorOutput:
         """Processes outputs; ignores those of requests and attempts that have ended."""
@@ -144,7 +143,7 @@ class OutputProcessor:
                 result.dropped.append(state)
                 continue
             if state.handover.is_prefilling and output.finish_reason is FinishReason.LENGTH:
-                state.num_cached_tokens = output.num_cached_tokens
+                state.on_prefilled(output)
                 result.prefilled.append(state)
                 continue
             # 1) statistics, 2) text and stop strings, 3) the client's output, 4) the finish.
@@ -194,8 +193,7 @@ class OutputProcessor:
         wait forever. Returns those that finished; `reason` is for the statistics."""
 
         def fail(state: RequestState) -> Exception:
-            state.finish_reason = reason
-            state.stop_reason = f"{type(error).__name__}: {error}"
+            state.abandon(error, reason)
             return error
 
         return self._end(list(self.request_states) if request_ids is None else request_ids, fail)

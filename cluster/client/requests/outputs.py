@@ -222,10 +222,14 @@ class RequestOutputCollector:
     def __init__(self, kind: RequestOutputKind, request_id: str = "") -> None:
         self.request_id = request_id
         self.ready = Event()
-        """Set when there is a new output; collectors that one task reads may share it."""
+        """Set when there is a new output."""
         self._aggregate = kind == RequestOutputKind.DELTA
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
+
+    def share_event(self, ready: Event) -> None:
+        """Uses the event of the task that reads this queue and others, from now on."""
+        self.ready = ready
 
     def put(self, output: RequestOutput | Exception) -> None:
         if isinstance(output, Exception):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -30,6 +31,7 @@ from swell.engine.wire import (
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
+    JourneyEvent,
     JourneyEventType,
 )
 from swell.worker.sampler_wire import PooledValues
@@ -161,9 +163,25 @@ class RequestState:
         self.handover.assign(version)
         self._placement = route
         self.engine, self.started, self.unread = engine, False, False
+        self.is_moved = False
         self.ranks.append(engine.rank)
         self._tokens_before_attempt = len(self.output_token_ids)
         self.times.record_sent(now_s)
+
+    def on_started(self, events: Sequence[JourneyEvent], now_s: float) -> None:
+        """Records that the engine has put the request into a step, or is about to; `events` are
+        what it reports. Ignored if no engine has the request any more."""
+        if self.engine is not None:
+            self.started = True
+            self.journey.add_reported(events, self.engine.rank, self.attempt, now_s)
+
+    def on_unread(self) -> None:
+        """Records that outputs of this attempt arrived that could not be processed."""
+        self.unread = True
+
+    def on_prefilled(self, output: EngineCoreOutput) -> None:
+        """Records that the engine has computed the prompt, with which another one continues."""
+        self.num_cached_tokens = output.num_cached_tokens
 
     def unassign(self, reason: MigrationReason) -> None:
         """Ends the attempt so that the request can move.
@@ -290,6 +308,10 @@ class RequestState:
             self._end(FinishReason.STOP, self._text.stop_string)
         else:
             self._end(reason, stop_reason)
+
+    def abandon(self, error: Exception, reason: FinishReason) -> None:
+        """Finishes the request without an output."""
+        self._end(reason, f"{type(error).__name__}: {error}")
 
     def fail(self, error: Exception) -> RequestOutput | None:
         """Finishes the request with an error, which its last output names."""

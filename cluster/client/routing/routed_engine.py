@@ -80,11 +80,11 @@ class RoutedEngine:
         self._index = index
         self.incarnation = member.incarnation
         self.num_blocks = member.num_blocks
-        self.max_blocks = MAX_TRACKED_BLOCKS
+        self._max_blocks = MAX_TRACKED_BLOCKS
         """Limit on the number of block hashes that are kept."""
         self.load = EngineLoad(member.rank)
         """The newest load report."""
-        self.changed_sums: tuple[set[RoutedEngine], ...] = ()
+        self._changed_sums: tuple[set[RoutedEngine], ...] = ()
         """Sets to which this engine is added when its backlog changes."""
         self._busy: tuple[int, int] | None = None
         """The cached result of `_busy_now`; None if something has changed since."""
@@ -98,6 +98,18 @@ class RoutedEngine:
         self.unreported: dict[int, _Load] = {0: _Load()}
         """The part of this load that the newest report does not count, by the number of reports at
         the time of sending."""
+
+    def limit_blocks(self, max_blocks: int) -> None:
+        """Keeps at most this many block hashes from now on."""
+        self._max_blocks = max_blocks
+
+    def notify(self, changed: set[RoutedEngine]) -> None:
+        """Adds this engine to `changed` whenever its backlog changes, from now on."""
+        self._changed_sums += (changed,)
+
+    def stop_notifying(self) -> None:
+        """Ends what `notify` has begun."""
+        self._changed_sums = ()
 
     def update_load(self, load: EngineLoad) -> None:
         """Applies a load report. A repeated report does not count what was sent since. The same
@@ -114,7 +126,7 @@ class RoutedEngine:
 
     def _note_change(self) -> None:
         self._busy = None
-        for changed in self.changed_sums:
+        for changed in self._changed_sums:
             changed.add(self)
 
     def cached_blocks(self, names: Sequence[int]) -> int:
@@ -156,7 +168,7 @@ class RoutedEngine:
         if self.num_blocks:
             held = int(self.load.kv_usage * self.num_blocks)
             limit = self.num_blocks - max(0, held - self.sent.blocks)
-        self._keep(min(limit, self.max_blocks))
+        self._keep(min(limit, self._max_blocks))
 
     def _keep(self, limit: int) -> None:
         while len(self.blocks) > limit:

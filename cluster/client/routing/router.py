@@ -119,7 +119,7 @@ class Router:
                 self._own.add(engine)
             if member.state is MemberState.REPAIRING:
                 engine.forget_all()
-            engine.max_blocks = MAX_TRACKED_BLOCKS // len(roster.members)
+            engine.limit_blocks(MAX_TRACKED_BLOCKS // len(roster.members))
             self._engines[member.rank] = engine
         for gone in before.values():
             gone.forget_all()
@@ -275,12 +275,12 @@ class _BacklogSum:
 
     def add(self, engine: RoutedEngine) -> None:
         self._parts[engine] = Backlog()
-        engine.changed_sums += (self._changed,)
+        engine.notify(self._changed)
         self._changed.add(engine)
 
     def remove(self, engine: RoutedEngine) -> None:
         self._changed.discard(engine)
-        engine.changed_sums = ()
+        engine.stop_notifying()
         self._sum = _exchanged(self._sum, self._parts.pop(engine), Backlog())
 
     def total(self, max_rows: int) -> Backlog:

@@ -37,16 +37,19 @@ class Drain:
     ) -> None:
         self._load_report_s, self._coordinator, self._runtime = load_report_s, coordinator, runtime
         self._engines, self._detach = engines, detach
-        self.held: Mapping[int, bool] = {}
-        """Leaving engines that are the last ones of their version: rank -> whether unfinished
-        responses need that version. Only `MAX_DRAIN_S` limits their drain, not the requested drain
-        time. An idle engine stays as long as its version is needed. Replaced as a whole."""
+        self._held: Mapping[int, bool] = {}
         self._log = StructuredLogger("cluster.drain")
 
     @property
     def leaving(self) -> list[EngineHandle]:
         """Handles of the leaving engines, in order of rank."""
         return [handle for _, handle in sorted(self._engines.items()) if handle.leaving]
+
+    def hold(self, held: Mapping[int, bool]) -> None:
+        """Sets the leaving engines that are the last ones of their version: rank -> whether
+        unfinished responses need that version. Only `MAX_DRAIN_S` limits their drain, not the
+        requested drain time. An idle engine stays as long as its version is needed."""
+        self._held = held
 
     def records(self) -> tuple[DrainRecord, ...]:
         """Drain records, with which a successor of the manager continues."""
@@ -111,12 +114,12 @@ class Drain:
                 await self._poll(leaving, is_leaving=True)
 
     def _is_late(self, handle: EngineHandle, now: float) -> bool:
-        if handle.rank in self.held:
+        if handle.rank in self._held:
             return now >= handle.left_at + MAX_DRAIN_S
         return now >= handle.leave_deadline_s
 
     def _is_idle(self, handle: EngineHandle) -> bool:
-        return handle.idle_polls >= _IDLE_POLLS and not self.held.get(handle.rank)
+        return handle.idle_polls >= _IDLE_POLLS and not self._held.get(handle.rank)
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
         """Tell the coordinator that these engines get no more requests. The time until then does

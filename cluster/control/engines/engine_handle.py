@@ -99,15 +99,22 @@ class EngineHandle:
         must be cancelled."""
         return self.intent in (Intent.LEAVE, Intent.DRAIN, Intent.RELOAD)
 
-    def begin_anew(self, version: Version) -> None:
-        """Reset the handle after the engine has left: its processes continue as another engine,
-        with the weights of `version`."""
+    def reloading(self, version: Version) -> EngineHandle:
+        """Returns the handle of the engine as which the processes continue after this one has left,
+        with the weights of `version`. This handle is no longer used."""
         if self.exit_watcher is not None:
             self.exit_watcher.cancel()
-        self.previous, self.version, self.next_version = self.version, version, None
-        self.intent, self.drain, self.starting = Intent.STAY, None, None
-        self.left_epoch = self.idle_polls = self.repairs = 0
-        self.is_marked = self.is_extra = self.for_answers = False
+        return EngineHandle(
+            self.rank,
+            self.name,
+            version,
+            previous=self.version,
+            actor=self.actor,
+            group=self.group,
+            in_doubt=self.in_doubt,
+            ready=self.ready,
+            ended=self.ended,
+        )
 
     def status(self, place: Place, *, is_vacating: bool) -> EngineStatus:
         """Returns the engine as the manager's decisions see it."""

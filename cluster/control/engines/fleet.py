@@ -135,7 +135,7 @@ class Fleet:
                     on_failed(by_rank[rank], error)
                 finally:
                     if isinstance(error, WeightsRefused):
-                        self._begin_anew(by_rank[rank], error.version)
+                        self._reload(by_rank[rank], error.version)
                 self.on_change()
 
         async def prepare(handle: EngineHandle) -> None:
@@ -155,9 +155,9 @@ class Fleet:
                 on_joined([h.rank for h in ready if self.engines.get(h.rank) is h])
         self.on_change()
 
-    def _begin_anew(self, handle: EngineHandle, version: Version) -> None:
+    def _reload(self, left: EngineHandle, version: Version) -> None:
         """Start an engine that has left again, with other weights: it joins as another engine."""
-        handle.begin_anew(version)
+        handle = left.reloading(version)
         self.starting[handle.rank] = handle
         self._reloading.append(handle)
 
@@ -292,9 +292,10 @@ class Fleet:
     def set_replaced(
         self, held: Mapping[int, bool], vacating: frozenset[int], *, is_reserved: bool
     ) -> None:
-        """Set what an upgrade decides about leaving engines: `Drain.held`,
+        """Set what an upgrade decides about leaving engines: `Drain.hold`,
         `EngineStatus.is_vacating` and `FleetView.is_reserved`."""
-        self._drain.held, self._vacating, self._is_reserved = held, vacating, is_reserved
+        self._drain.hold(held)
+        self._vacating, self._is_reserved = vacating, is_reserved
 
     def keep(self, rank: int) -> None:
         """Keep an engine that was leaving."""
@@ -338,7 +339,7 @@ class Fleet:
             if handle.next_version is None:
                 self.ending[handle.rank] = handle
             else:
-                self._begin_anew(handle, handle.next_version)
+                self._reload(handle, handle.next_version)
         handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
         try:
             if handles and await self._placement.may_end():  # else they may serve the next manager

@@ -97,10 +97,8 @@ def _fitting(load: Load, config: AutoscalingConfig, max_rows: int) -> int:
 class Autoscaler:
     """The policy of one cluster, with its recent recommendations."""
 
-    def __init__(
-        self, config: AutoscalingConfig, min_engines: int, max_engines: int, max_rows: int
-    ) -> None:
-        self._config, self.max_rows = config, max_rows
+    def __init__(self, config: AutoscalingConfig, min_engines: int, max_engines: int) -> None:
+        self._config = config
         self._min, self._max = min_engines, max_engines
         self._target: int | None = None
         """The target at the newest observation."""
@@ -127,15 +125,15 @@ class Autoscaler:
         """The newest recommendation; None: the target has just moved, or the load is unknown."""
         return self._recent[-1][1] if self._recent else None
 
-    def observe(self, load: Load, target: int, now: float) -> Decision | None:
+    def observe(self, load: Load, target: int, max_rows: int, now: float) -> Decision | None:
         """Record an observation and return a decision if the target must move. `target`: the
-        current target. The caller carries out a returned decision: the next observation has its
-        target."""
+        current target; `max_rows`: as for `recommend`. The caller carries out a returned decision:
+        the next observation has its target."""
         recent = self._recent
         if target != self._target or (recent and now - recent[-1][0] > _GAP_S):
             recent.clear()
         self.load, self._target = load, target
-        found = recommend(load, target, self._config, self.max_rows)
+        found = recommend(load, target, self._config, max_rows)
         engines = min(max(self._min, found.engines), self._max)
         recent.append((now, Recommendation(engines, found.reason)))
         while len(recent) > 1 and recent[1][0] <= now - self.shrink_after_s:

@@ -51,6 +51,11 @@ class LiteralMatcher:
         self.begun = begun
         return None, False, at
 
+    def give_back(self) -> str:
+        """Returns the matched beginning, which belongs to no literal, and begins again."""
+        begun, self.begun = self.begun, ""
+        return begun
+
 
 _automaton = lru_cache(maxsize=64)(StopAutomaton)
 

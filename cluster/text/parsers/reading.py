@@ -124,8 +124,7 @@ class TextReader(ABC):
             if found is not None:
                 return found
             if not possible:
-                unread, matcher.begun = matcher.begun, ""
-                raise NotRead(unread)
+                raise NotRead(matcher.give_back())
             yield
 
     def _up_to(self, matcher: Matcher, give: Callable[[str], None]) -> Reading[str]:

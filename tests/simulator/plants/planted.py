@@ -158,7 +158,7 @@ def _of_the_first(right: Any, self: Any) -> list[str]:
 
 
 def _any_state(right: Any, self: Any, state: Any) -> Any:
-    self._state_machine.manager_state = state
+    self._state_machine.keep_manager_state(state)
     self._send_heartbeats()
     return state
 
@@ -362,7 +362,7 @@ BUGS = {
     ),
     "engine: it keeps its weights": Bug(WorkerMemory, "update_weights", _nothing, shape=_updating),
     "manager: an engine that gets weights is forgotten": Bug(
-        Fleet, "_begin_anew", _nothing, shape=_updating
+        Fleet, "_reload", _nothing, shape=_updating
     ),
     "coordinator: who was asked to leave counts as lost": Bug(
         rosters,

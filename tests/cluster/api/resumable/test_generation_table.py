@@ -66,9 +66,9 @@ def test_limits_hold_and_running_answers_are_never_dropped(
             del running[key]
             table.remove(generation)
         elif what == "join":
-            generation.readers += 1
+            generation.join()
         elif what == "leave" and generation.readers:
-            generation.readers -= 1
+            generation.leave()
         assert len(table) <= LIMITS.resumable_answers
         for one in "abc":
             own_kept = [kept for kept in table if owner_of(kept.key) == one]
@@ -86,13 +86,13 @@ def test_the_answer_that_finished_first_without_a_reader_is_evicted() -> None:
     for generation in reversed(kept[:3]):
         generation.end(GenerationState.DONE)
         table.ended(generation, 0.0)
-    kept[0].readers = 1
+    kept[0].join()
     table.add(Generation("/new", NAME), 0.0)
     assert [table.holds(one) for one in kept] == [True, True, False, True]
     assert table.find("/1", 10.0) is kept[1]
     assert table.find("/1", 10.1) is None
     assert table.find("/0", 99.0) is kept[0], "a client reads it"
-    kept[0].readers = 0
+    kept[0].leave()
     assert table.find("/0", 99.0) is None
     assert table.find("/3", 99.0) is kept[3], "it still runs"
 

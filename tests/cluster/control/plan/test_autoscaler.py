@@ -51,7 +51,7 @@ class Run:
     targets: list[int] = field(default_factory=list)
 
     def until(self, end_s: float) -> Run:
-        policy = Autoscaler(self.config, MIN, MAX, ROWS)
+        policy = Autoscaler(self.config, MIN, MAX)
         ready, present, now = [0.0] * self.target, 0.0, 0.0
         before: deque[float] = deque([0.0] * _WINDOW, _WINDOW)
         while now < end_s:
@@ -67,7 +67,7 @@ class Run:
             drained_s = waiting / fell if fell > 0 else math.inf
             before.append(waiting)
             load = Load(serving, round(running), round(waiting), queue_s, drained_s, usage)
-            decision = policy.observe(load, self.target, now)
+            decision = policy.observe(load, self.target, ROWS, now)
             present -= started * TICK_S
             if decision is not None:
                 assert decision.before == self.target
@@ -213,19 +213,19 @@ def test_starting_engines_are_not_requested_twice() -> None:
 
 
 def test_a_pending_growth_is_cancelled_when_the_load_falls() -> None:
-    policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
-    decisions = [policy.observe(Load(1), 4, tick * TICK_S) for tick in range(160)]
+    policy = Autoscaler(CONFIG, MIN, MAX)
+    decisions = [policy.observe(Load(1), 4, ROWS, tick * TICK_S) for tick in range(160)]
     [decision] = filter(None, decisions)
     assert decision.engines == 1 and decision.at >= CONFIG.shrink_after_s
 
 
 def test_a_scale_by_an_operator_restarts_both_delays() -> None:
-    policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
+    policy = Autoscaler(CONFIG, MIN, MAX)
     busy = Load(2, 20, 50, 30.0)
     for tick in range(5):
-        assert policy.observe(busy, 2, tick * TICK_S) is None
-    assert policy.observe(busy, 3, 10.0) is None, "an operator has scaled to three"
-    later = [policy.observe(busy, 3, 10.0 + tick * TICK_S) for tick in range(1, 6)]
+        assert policy.observe(busy, 2, ROWS, tick * TICK_S) is None
+    assert policy.observe(busy, 3, ROWS, 10.0) is None, "an operator has scaled to three"
+    later = [policy.observe(busy, 3, ROWS, 10.0 + tick * TICK_S) for tick in range(1, 6)]
     assert later[:-1] == [None] * 4
     assert later[-1] is not None and later[-1].engines == 4
 
@@ -233,9 +233,9 @@ def test_a_scale_by_an_operator_restarts_both_delays() -> None:
 def test_observations_before_a_gap_are_ignored() -> None:
     """The coordinator was away. Ten seconds of load before the gap and one observation after it do
     not count as a minute of load."""
-    policy = Autoscaler(CONFIG, MIN, MAX, ROWS)
+    policy = Autoscaler(CONFIG, MIN, MAX)
     busy = Load(2, 20, 50, 30.0)
     for at in (0.0, 2.0, 4.0, 60.0, 62.0, 64.0):
-        assert policy.observe(busy, 2, at) is None
+        assert policy.observe(busy, 2, ROWS, at) is None
     policy.reset()
     assert policy.recommendation is None and policy.load is None
