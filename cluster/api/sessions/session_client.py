@@ -75,8 +75,17 @@ class OpenChunk:
         self.chunks = chunks
         self.num_tokens = session.ends[chunks - 1] if chunks else 0
         self.until_s = until_s
-        self.copy: _Copy | None = None
+        self._copy: _Copy | None = None
         """The copy of the session, which is in use while the chunk is being answered."""
+
+    def use_copy(self, copy: _Copy) -> None:
+        """Keeps the copy of the session until `release_copy`."""
+        self._copy = copy
+
+    def release_copy(self) -> _Copy | None:
+        """Returns the copy of the session, once."""
+        copy, self._copy = self._copy, None
+        return copy
 
     @property
     def is_first(self) -> bool:
@@ -182,12 +191,12 @@ class SessionClient:
             return False
         if reply is not SessionReply.OK:
             self._found(chunk.id, reply)
-        chunk.copy = self._copy(chunk.key, chunk.session, new_chunks=1)
+        chunk.use_copy(self._copy(chunk.key, chunk.session, new_chunks=1))
         return True
 
     def close_chunk(self, chunk: OpenChunk) -> None:
         """Ends the work on a chunk."""
-        copy, chunk.copy = chunk.copy, None
+        copy = chunk.release_copy()
         if copy is not None:
             copy.chunks -= 1
             if self._copies.get(chunk.key) is copy:

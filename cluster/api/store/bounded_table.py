@@ -80,6 +80,12 @@ class _Row(Generic[E]):
         """The size that the table counts; a growing entry may be larger until `resize`."""
         self.renewed_s = renewed_s
 
+    def renew(self, now_s: float) -> None:
+        self.renewed_s = now_s
+
+    def resize(self) -> None:
+        self.size_bytes = self.entry.size_bytes
+
 
 class _Totals:
     def __init__(self, rows: Iterable[_Row[E]] = ()) -> None:
@@ -144,14 +150,14 @@ class BoundedTable(Generic[E]):
     def renew(self, key: TableKey, now_s: float) -> None:
         """Uses an entry, and restarts its age."""
         self.use(key)
-        self._rows[key].renewed_s = now_s
+        self._rows[key].renew(now_s)
         self._by_age.move_to_end(key)
 
     def resize(self, key: TableKey) -> None:
         """Counts the size that an entry has now."""
         row = self._rows[key]
         self._totals.add(row, -1)
-        row.size_bytes = row.entry.size_bytes
+        row.resize()
         self._totals.add(row, 1)
 
     def remove(self, key: TableKey) -> None:
