@@ -20,9 +20,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import uvloop
 
@@ -55,12 +54,11 @@ STAGES = {
 }
 
 
-@dataclass(frozen=True)
 class Target:
     """The ingress as the load client sees it."""
 
-    name: ClassVar[str] = "ingress"
-    url: str
+    def __init__(self, url: str) -> None:
+        self.name, self.url = "ingress", url
 
     def start(self) -> None: ...
     def pause(self) -> None: ...
