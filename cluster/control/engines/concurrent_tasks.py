@@ -29,19 +29,17 @@ class TaskSet:
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run `work` as a concurrent task."""
-
-        async def run() -> None:
-            try:
-                await work
-            except Exception as error:
-                self._log.error("failed", error=f"{type(error).__name__}: {error}")
-                self._on_failure()
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(work)
         self._tasks[task] = None
-        task.add_done_callback(self._tasks.pop)
-        task.add_done_callback(lambda _task: work.close())  # cancelled before it started
+        task.add_done_callback(self._on_end)
         return task
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._log.error("failed", error=f"{type(error).__name__}: {error}")
+            self._on_failure()
 
     async def cancel(self) -> None:
         """Cancel all tasks except the caller, in order of creation, and wait for them."""
