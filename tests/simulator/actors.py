@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class SimCoordinator(CoordinatorService):
 
     def _observe_state_machine(self) -> None:
         plane, machine = self._plane, self._state_machine
-        detach, cancel_leave = machine.detach, machine.cancel_leave
+        detach, cancel_leave, join = machine.detach, machine.cancel_leave, machine.join
         change = machine.cluster_state.change
 
         def observed_detach(ranks: Iterable[int], now: float) -> RankedCommands:
@@ -104,9 +104,12 @@ class SimCoordinator(CoordinatorService):
         def observed_cancel(ranks: Iterable[int], now: float) -> RankedCommands:
             self._kept = frozenset(ranks)
             try:
-                return cancel_leave(ranks, now)
+                sends = cancel_leave(ranks, now)
             finally:
                 self._kept = frozenset()
+            for call in plane.on_keep:
+                call(list(ranks))
+            return sends
 
         def observed_change(step: Callable[[Roster], Roster], now: float) -> Roster:
             before = machine.roster
@@ -115,6 +118,18 @@ class SimCoordinator(CoordinatorService):
                 call(before, after, self._kept)
             return after
 
+        def observed_join(
+            members: Iterable[Member], now: float, heard: Container[int] = ()
+        ) -> RankedCommands:
+            newcomers = list(members)
+            try:
+                return join(newcomers, now, heard)
+            except ValueError as error:
+                for call in plane.on_refused:
+                    call(newcomers, str(error))
+                raise
+
+        machine.join = observed_join  # type: ignore[method-assign]
         machine.detach = observed_detach  # type: ignore[method-assign]
         machine.cancel_leave = observed_cancel  # type: ignore[method-assign]
         machine.cluster_state.change = observed_change  # type: ignore[method-assign]

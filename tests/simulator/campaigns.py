@@ -17,6 +17,8 @@ from tests.simulator.model import BROKEN_WEIGHTS, POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
     FAST_STEP_S,
     HOSTS,
+    IMPATIENT_S,
+    PATIENT_S,
     SLOW_STEP_S,
     AtMessage,
     Fault,
@@ -63,6 +65,7 @@ OF_KIND = {
     "kill-control": ("Introduce", "EngineHello", "Subscribe", "CoordinatorHeartbeat"),
     "kill": ("EngineHello", "ClusterView", "EngineCoreRequest"),
     "kill-ingress": ("ReplaceClient", "Subscribe", "KeepAlive"),
+    "drain-host": ("EngineHello", "ClusterView", "EngineReport"),
     "second-manager": ("EngineHello", "CoordinatorHeartbeat", "ClusterView"),
     "black-hole": ("EngineReport", "EngineHello", "CoordinatorHeartbeat", "KeepAliveReply"),
 }
@@ -86,6 +89,14 @@ ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "
 """Faults at an end of such a link."""
 LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
 """Faults that a message triggers."""
+LEADERS = ("kill-control", "second-manager", "stop-control", "kill-control", "gcs-away")
+"""Faults after which another manager or coordinator continues a change, or nobody does for a
+while."""
+RECOVERIES = ("lose-worker", "lose-worker", "kill", "stop", "drop", "kill-ingress")
+"""Faults from which an engine recovers, during which an operator changes the number of engines and
+changes it back."""
+OBSTACLES = ("hang", "stop", "cut-pair", "half-cut-pair", "cut-pair", "half-cut-pair", "black-hole")
+"""Faults that prevent a group from forming."""
 CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
 """Cuts. Two of five separate only two hosts."""
 
@@ -139,6 +150,7 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
         autoscaled=scenario.autoscaled and random.random() < 0.5,
         rooms=random.choice(_ROOMS),
         slow_load_s=random.choice((0.0, 0.0, 2.0, 6.0)),
+        no_engine_timeout_s=random.choice((PATIENT_S, PATIENT_S, IMPATIENT_S)),
     )
 
 
@@ -146,9 +158,15 @@ def _draw_moment(
     random: Random, at: float, kinds: Kinds, changes: tuple[str, ...], *, expert: bool
 ) -> tuple[list[Fault], list[Operation]]:
     """Draws the faults and the changes of one moment."""
-    what = random.choice(("trouble", "change", "change", "both", "both"))
+    what = random.choice(("trouble", "change", "change", "both", "both", "reversal", "leaderless"))
     if what == "trouble":
         return _draw_trouble(random, kinds, at, expert=expert), []
+    if what == "reversal" and expert and random.random() < 0.4:
+        return _draw_late_group(random, kinds, at)
+    if what == "reversal":
+        return _draw_reversal(random, kinds, at)
+    if what == "leaderless":
+        return _draw_leaderless(random, kinds, at, changes, expert=expert)
     operations = _draw_operations(random, at, changes, expert=expert)
     if what == "change":
         match random.choice(("calm", "calm", "weak", "aimed")):
@@ -162,6 +180,62 @@ def _draw_moment(
     if random.random() < 0.3:  # the change comes during the trouble
         operations = [replace(each, at=each.at + 2 * later_s) for each in operations]
     return [replace(each, changing=random.random() < 0.6) for each in faults], operations
+
+
+def _draw_reversal(random: Random, kinds: Kinds, at: float) -> tuple[list[Fault], list[Operation]]:
+    """Draws engines that recover from a fault while fewer engines are requested, and then more
+    again: an engine may recover, leave, and be kept at the same time."""
+    kind, first = random.choice(_among(RECOVERIES, kinds)), random.randrange(12)
+    time_s = random.choice((0.3, 1.5)) * (0.5 + random.random())
+    faults = [
+        Fault(kind, at + 0.2 * index * random.random(), first + index, time_s)
+        for index in range(random.choice((1, 2, 3)))
+    ]
+    fewer_at = at + random.choice((-0.3, 0.05, 0.5)) * (0.5 + random.random())
+    more_at = fewer_at + random.choice((0.05, 0.3, 1.0)) * (0.5 + random.random())
+    fewer = random.choice((1, 1, 2))
+    operations = [Operation(fewer_at, "scale", fewer)]
+    if random.random() < 0.8:
+        operations.append(Operation(more_at, "scale", fewer + random.choice((1, 2))))
+    return faults, operations
+
+
+def _draw_late_group(
+    random: Random, kinds: Kinds, at: float
+) -> tuple[list[Fault], list[Operation]]:
+    """Draws a group that does not form in time while it grows or shrinks: an engine of it does not
+    compute or is not reached, often for longer than the time after which the coordinator acts."""
+    kind = random.choice(_among(OBSTACLES, kinds))
+    time_s = random.choice((_STALL_TIMEOUT_S, 3.0 * _STALL_TIMEOUT_S, 6.0 * _STALL_TIMEOUT_S))
+    trigger = AtMessage(random.choice(GROUP_RECOVERY[:2]), random.choice((1, 2, 3)))
+    fault = Fault(
+        kind,
+        at,
+        random.randrange(12),
+        time_s * (0.5 + random.random()),
+        random.choice((trigger, trigger, None)),
+        changing=random.random() < 0.5,
+    )
+    numbers = random.choice(((3,), (4,), (1, 3), (2, 4)))
+    return [fault], [Operation(at + i * 2.0, "scale", n) for i, n in enumerate(numbers)]
+
+
+def _draw_leaderless(
+    random: Random, kinds: Kinds, at: float, changes: tuple[str, ...], *, expert: bool
+) -> tuple[list[Fault], list[Operation]]:
+    """Draws a loss of the manager or the coordinator while a change is in progress, or before
+    another fault: a successor finds both."""
+    kind = random.choice(_among(LEADERS, kinds))
+    later_s = random.choice((0.05, 0.3, 1.0, 3.0)) * (0.5 + random.random())
+    loss = Fault(kind, at + later_s, random.randrange(12), _draw_time(random))
+    if random.random() < 0.6:
+        return [loss], _draw_operations(random, at, changes, expert=expert)
+    hit = random.choice(_among(ENDS, kinds))
+    hit_at = loss.at + random.choice((0.1, 1.0, 4.0)) * (0.5 + random.random())
+    faults = [loss, Fault(hit, hit_at, random.randrange(12), _draw_time(random))]
+    if kind != "gcs-away" and "gcs-away" in kinds.possible and random.random() < 0.4:
+        faults.insert(0, replace(loss, kind="gcs-away", time_s=_draw_time(random)))
+    return faults, []
 
 
 def _draw_kinds(random: Random, kinds: tuple[str, ...]) -> Kinds:

@@ -18,7 +18,7 @@ from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.manager_state import ManagerId, ManagerState
-from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
@@ -31,7 +31,7 @@ from tests.simulator.kernel.runtime import SimRuntime
 from tests.simulator.model import NumberDetokenizer
 from tests.simulator.network.network import Network, NetworkOptions
 from tests.simulator.operator import Operator
-from tests.simulator.scenario import HOSTS, Request, Scenario
+from tests.simulator.scenario import HOSTS, PATIENT_S, Request, Scenario
 from tests.simulator.simulated_ray.node_provider import NodeProvider
 from tests.simulator.simulated_ray.ray import SimRayCluster
 
@@ -53,7 +53,11 @@ AUTOSCALING = {"queue_s": 0.05, "kv_usage": 0.05, "grow_after_s": 0.5, "shrink_a
 
 @functools.cache
 def make_config(
-    engines: int, expert: bool, autoscaled: bool = False, prefill_engines: int = 0
+    engines: int,
+    expert: bool,
+    autoscaled: bool = False,
+    prefill_engines: int = 0,
+    no_engine_timeout_s: float = PATIENT_S,
 ) -> Config:
     """Returns the configuration of a scenario. With `prefill_engines` the handover folder does not
     exist, so prompts are always computed twice."""
@@ -75,6 +79,7 @@ def make_config(
                 "drain_timeout_s": DRAIN_TIMEOUT_S,
                 "max_engines": MAX_ENGINES,
             },
+            "serve": {"no_engine_timeout_s": no_engine_timeout_s},
             "autoscaling": {"enabled": autoscaled, **AUTOSCALING},
         }
     )
@@ -253,6 +258,10 @@ class Observers:
         """Called when an engine computes a poison request."""
         self.on_leave: list[Callable[[list[int]], None]] = []
         """Called when a coordinator is told that engines must leave."""
+        self.on_refused: list[Callable[[list[Member], str], None]] = []
+        """Called when engines are not allowed to join: with the engines and the reason."""
+        self.on_keep: list[Callable[[list[int]], None]] = []
+        """Called when a coordinator has kept engines that were leaving."""
         self.on_detach: list[Callable[[list[int]], None]] = []
         """Called when a coordinator is told to detach engines."""
         self.on_roster: list[Callable[[Roster, Roster, frozenset[int]], None]] = []
@@ -276,7 +285,11 @@ class ControlPlane(Observers):
         self.scenario = scenario
         self.kernel = Kernel(scenario.seed)
         self.config = make_config(
-            scenario.engines, scenario.expert, scenario.autoscaled, scenario.prefill_engines
+            scenario.engines,
+            scenario.expert,
+            scenario.autoscaled,
+            scenario.prefill_engines,
+            scenario.no_engine_timeout_s,
         )
         self.net = Network(self.kernel, NetworkOptions.with_silence(STALL_TIMEOUT_S))
         self.groups = SimGroups(self.kernel, self.net)

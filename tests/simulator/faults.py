@@ -318,13 +318,22 @@ class FaultInjector:
     def drain_host(self, fault: Fault, side: Side | None) -> None:
         """Notifies Ray that a host will be taken away, like spot capacity. A new host with the same
         name comes later. With a very short notice, the host is lost before anyone has read the
-        notice."""
+        notice. For half of the targets the notice is withdrawn earlier, and the host stays."""
         host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
         if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
             return
-        self._note(fault, f"{host} has notice", fault.time_s)
-        ray.draining[host] = at = self._kernel.now + fault.time_s
-        self._kernel.at(at, WORLD, self._take_host, fault, host, at)
+        is_withdrawn = fault.target // 2 % 2 == 1
+        time_s = fault.time_s / 4 if is_withdrawn else fault.time_s
+        self._note(fault, f"{host} has notice", time_s)
+        ray.draining[host] = at = self._kernel.now + time_s
+        end = self._withdraw_notice if is_withdrawn else self._take_host
+        self._kernel.at(at, WORLD, end, fault, host, at)
+
+    def _withdraw_notice(self, fault: Fault, host: str, at: float) -> None:
+        ray = self._plane.ray
+        if ray.draining.get(host) == at:
+            self._note(fault, f"{host} stays")
+            del ray.draining[host]
 
     def _take_host(self, fault: Fault, host: str, at: float) -> None:
         ray = self._plane.ray

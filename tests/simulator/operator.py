@@ -31,6 +31,8 @@ class Operator:
         """Whether the engines must be paused; None: a request to pause or resume is in progress."""
         self.changed_at = 0.0
         """When a request was last started or answered."""
+        self.num_begun = 0
+        """Number of times that a manager started a request."""
         self.shrunk_at = float("-inf")
         """When the target number last fell, by an operator or the autoscaler."""
         self._waiting: deque[Operation] = deque()
@@ -98,6 +100,7 @@ class Operator:
             self._try()
 
     def _on_begun(self, operation: Operation, target: int) -> None:
+        self.num_begun += 1
         self.changed_at = self._kernel.now
         if target < max(self.wanted):
             self.on_shrink()

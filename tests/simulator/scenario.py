@@ -17,6 +17,8 @@ _SPAN_S = 3.0
 """The time span of the arrivals and the faults."""
 FAST_STEP_S, SLOW_STEP_S = 0.004, 0.03
 """Times of a step. With the slow step, more happens during a request."""
+PATIENT_S, IMPATIENT_S = 60.0, 3.0
+"""How long requests wait for an engine: longer than any replacement takes, or not."""
 _BURST_S = 1.0
 _LONG_S = 10.0
 """A fault that lasts longer than this is detected while it lasts."""
@@ -105,6 +107,8 @@ class Scenario:
     """The number of engines that compute prompts for the others."""
     slow_load_s: float = 0.0
     """Additional loading time of all engines after the first `engines`."""
+    no_engine_timeout_s: float = PATIENT_S
+    """How long a request waits for its first engine."""
 
 
 TRIGGERS = (

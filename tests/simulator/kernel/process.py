@@ -22,6 +22,8 @@ _MANY_TASKS = 16
 _TURNS = 8
 """The maximum number of successive events with which a loop reacts to a timer, each created by the
 previous one."""
+_MAX_READY = 10_000
+"""The maximum number of events of one instant: if there are more, an event never ends."""
 _MAX_THREAD_S = 1e-3
 """The maximum delay of a call in another thread."""
 
@@ -312,6 +314,12 @@ class SimLoop:
         return handle
 
     def create_task(self, coro: Any, *, name: Any = None, context: Any = None) -> Any:
+        """Creates a task. Terminates a process whose event creates tasks without end: a loop of it
+        never waits."""
+        if len(self._ready) > _MAX_READY:
+            coro.close()
+            self.process.fail("event", RuntimeError("a loop never waits"))
+            raise ProcessExited
         name = name or self.process.name
         loop: Any = self
         task: asyncio.Task[Any] = asyncio.Task(coro, loop=loop, name=name, context=context)

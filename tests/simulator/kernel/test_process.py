@@ -235,3 +235,18 @@ def test_an_event_that_raises_is_a_failure_of_the_run(kernel: Kernel) -> None:
     kernel.soon(process, lambda: 1 / 0)
     kernel.run(2.0)
     assert len(kernel.failures) == 2 and not process.alive
+
+
+def test_a_process_whose_loop_never_waits_is_terminated(kernel: Kernel) -> None:
+    process = Process(kernel, "p")
+
+    async def nothing() -> None: ...
+
+    async def spin() -> None:
+        while True:
+            process.loop.create_task(nothing())
+
+    start(process, spin)
+    kernel.run(1.0)
+    process.close()
+    assert "never waits" in kernel.failures[0]

@@ -15,6 +15,7 @@ from swell.coordinator.roster import Member, MemberState, Roster
 from swell.engine.wire import EngineCoreRequest
 from tests.simulator.control_plane import HEARTBEAT_S, ControlPlane, SimIngress
 from tests.simulator.laws.calm import Calm, Durations
+from tests.simulator.laws.leaving import leaves
 
 if TYPE_CHECKING:
     from tests.simulator.laws.watch import Watch
@@ -24,6 +25,8 @@ _DECIDED_S = 2.0 * HEARTBEAT_S
 _REPAIR_KNOWN_S = 1.5 * HEARTBEAT_S
 """The time within which the coordinator knows that an engine replaces a worker: the next heartbeat
 says so if the first message was lost."""
+_MAX_STARTS, _STARTS_S = 12, 20.0
+"""More than as many engines of one rank as a manager starts within as many seconds."""
 _DEFECTS = re.compile(
     r"\b(AssertionError|AttributeError|IndexError|KeyError|NameError|NotImplementedError|"
     r"RecursionError|StopIteration|TypeError|UnboundLocalError|ZeroDivisionError)\b"
@@ -38,12 +41,18 @@ class DecisionWatch:
     ) -> None:
         self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
         self._durations = Durations(plane)
+        self._num_engines = 0
+        """The number of engines that had been created at the last look."""
+        self._created: dict[int, list[float]] = {}
+        """Rank -> when its last `_MAX_STARTS` engines were created."""
         plane.on_roster.append(self._on_roster)
         plane.on_command.append(self._on_command)
         plane.on_kept.append(self._on_kept)
+        plane.on_refused.append(self._on_refused)
         plane.on_send.append(self._on_send)
 
     def look(self) -> None:
+        self._look_at_starts()
         if self._calm.coordinator_acts:
             self._look_at_repairs()
             if self._calm.manager_acts:
@@ -62,7 +71,7 @@ class DecisionWatch:
             self._break(f"another roster has the epoch {after.epoch}")
         for member in after.members:
             was = before.find(member.rank, member.incarnation)
-            is_back = was is not None and _leaves(was) and not _leaves(member)
+            is_back = was is not None and leaves(was) and not leaves(member)
             if is_back and member.rank not in kept:
                 self._break(f"engine {member.rank} leaves no longer, and nobody keeps it")
 
@@ -70,6 +79,11 @@ class DecisionWatch:
         """Checks that no manager changes a coordinator that knows a newer one."""
         if state.desired.owner not in ("", by.owner) and by.term < state.desired.term:
             self._break(f"a manager of term {by.term} acts, and {state.desired.term} leads")
+
+    def _on_refused(self, newcomers: list[Member], reason: str) -> None:
+        """Checks that no engine is to join while its rank is taken: the manager removes an earlier
+        engine of the rank first."""
+        self._break(f"engines {[each.rank for each in newcomers]} cannot join: {reason}")
 
     def _on_kept(self, before: ManagerState, after: ManagerState) -> None:
         if after.desired.age < before.desired.age:
@@ -108,6 +122,17 @@ class DecisionWatch:
         if self._is_over(("surplus", manager, surplus), _DECIDED_S, holds=is_late):
             self._break(f"{surplus} engines are too many, and none leaves")
 
+    def _look_at_starts(self) -> None:
+        """Checks that failed starts are repeated with a growing delay: the engines of one rank are
+        not created in quick succession."""
+        now, engines = self._plane.kernel.now, self._plane.engines
+        for engine in engines[self._num_engines :]:
+            created = [*self._created.get(engine.rank, ()), now][-_MAX_STARTS:]
+            self._created[engine.rank] = created
+            if len(created) == _MAX_STARTS and now - created[0] < _STARTS_S:
+                self._break(f"engine {engine.rank} starts again and again")
+        self._num_engines = len(engines)
+
     # ---------------------------------------------------------------- the ingress
 
     def _on_send(self, ingress: SimIngress, engine: EngineId, message: Any) -> None:
@@ -128,11 +153,6 @@ class DecisionWatch:
         is_last = is_last and version == member.version  # type: ignore[union-attr]
         if not is_last:
             self._break(f"{message.request_id} is sent to an engine that does not accept it")
-
-
-def _leaves(member: Member) -> bool:
-    will_leave = member.state is MemberState.REPAIRING and member.leaves
-    return will_leave or member.state is MemberState.LEAVING
 
 
 @contextmanager

@@ -78,6 +78,9 @@ class Disturbances:
             if is_pending or self.is_disturbed(engine):
                 self._note(engine)
 
+    def was_ever_disturbed(self, engine: SimEngine) -> bool:
+        return engine.process in self._disturbed or engine.process in self._missed
+
     def _note(self, engine: SimEngine) -> None:
         now = self._kernel.now
         begun, until = self._disturbed.get(engine.process, (now, now))

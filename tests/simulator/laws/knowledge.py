@@ -21,6 +21,11 @@ _VERSION_S = 4.0 * HEARTBEAT_S
 """The time within which the manager must know which versions answers need."""
 _FORGOTTEN_S = 10.0 * HEARTBEAT_S
 """The time within which the manager must know that no answer needs a version any more."""
+_STATE_S = 3.5 * HEARTBEAT_S
+"""The time within which the coordinator and the engines must have the newest state of the
+manager."""
+_STORED_S = 12.0
+"""The time within which it must be stored: attempts come at most 10 s after each other."""
 _LOAD_S = 0.6 * HEARTBEAT_S
 """The time within which a change of an engine's load must be known: less than a heartbeat."""
 _WEIGHTS = range(3)
@@ -43,7 +48,9 @@ class KnowledgeWatch:
         if coordinator is not None and self._calm.coordinator_acts:
             self._look_at_loads(coordinator)
             self._look_at_views(coordinator)
+            self._look_at_epochs(coordinator)
             if self._calm.manager_acts:
+                self._look_at_states(coordinator)
                 self._look_at_versions(coordinator)
         self._durations.end_look()
 
@@ -61,6 +68,35 @@ class KnowledgeWatch:
             if newest[0] < epoch or newest[1] < age:
                 self._break(f"{engine.process.name} goes back to an older state of the manager")
             self._kept[server] = newest
+
+    def _look_at_epochs(self, coordinator: SimCoordinator) -> None:
+        """Checks that engines know the newest epoch and the newest state of the manager, for the
+        next coordinator."""
+        process = self._plane.coordinators[-1][0]
+        state = coordinator._state_machine.manager_state
+        newest = coordinator.epoch, state.desired.age
+        for engine in self._plane.living_engines:
+            server = engine.server
+            if server is None or server._coordinator_client._address != coordinator.address:
+                continue
+            kept = server._coordinator_client._kept
+            is_old = (kept.roster_epoch, kept.manager_state.desired.age) != newest
+            is_old = is_old and self._calm.reach(engine.process, process)
+            is_old = is_old and not self._calm.were_reset(engine.process, process)
+            if self._is_over(("kept", server, newest), _STATE_S, holds=is_old):
+                self._break(f"{engine.process.name} does not know the newest epoch or state")
+
+    def _look_at_states(self, coordinator: SimCoordinator) -> None:
+        """Checks that the coordinator has the newest state of the manager, and that it is
+        stored."""
+        checkpoints = self._plane.manager.manager._checkpoints
+        newest, saved = checkpoints._newest, checkpoints._saved
+        known = coordinator._state_machine.manager_state.desired
+        key = "state", coordinator, newest.desired.age
+        if self._is_over(key, _STATE_S, holds=known != newest.desired):
+            self._break("the coordinator does not have the newest state of the manager")
+        if self._is_over(("stored", checkpoints), _STORED_S, holds=saved != newest):
+            self._break("the newest state of the manager is not stored")
 
     # ---------------------------------------------------------------- loads
 

@@ -10,16 +10,23 @@ from swell.cluster.control.plan.versions import UpgradeStage
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import JourneyEventType
 from tests.simulator.actors import SimEngine, weights_of
-from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane, SimIngress
+from tests.simulator.control_plane import (
+    HEARTBEAT_S,
+    STALL_TIMEOUT_S,
+    ControlPlane,
+    SimIngress,
+    SimRequest,
+)
 from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import simulated_exits
+from tests.simulator.laws.agreement import disagreements
 from tests.simulator.laws.coverage import Transitions
 from tests.simulator.laws.decisions import logged_defects
 from tests.simulator.laws.disturbances import LOOK_S
 from tests.simulator.laws.probe import Prober
 from tests.simulator.laws.watch import Watch
 from tests.simulator.model import expected_tokens, text_of
-from tests.simulator.scenario import Request, Scenario
+from tests.simulator.scenario import Scenario
 
 PATIENCE_S = 120.0
 """The time after the last fault, arrival and operator change within which everything must work
@@ -29,9 +36,14 @@ CHANGES_S = 1200.0
 request that is repeated for longer will never be answered."""
 _GIVEN_UP = re.compile("engines in a row were lost (while they computed the request|in its steps)")
 _POISON = "poison"
-ROUTED, FINISHED = JourneyEventType.ROUTED, JourneyEventType.FINISHED
+QUEUED, ROUTED, FINISHED = (
+    JourneyEventType.QUEUED,
+    JourneyEventType.ROUTED,
+    JourneyEventType.FINISHED,
+)
 _SETTLE_S = 2 * HEARTBEAT_S
-MAX_EVENTS = 200_000
+MAX_EVENTS = 20_000
+"""The maximum number of events between two looks: ten times as many as there are."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +78,11 @@ class Run:
         plane, kernel = self.plane, self.plane.kernel
         try:
             with simulated_exits(), logged_defects() as defects:
-                self._run_until_rest()
-            during = [*kernel.failures, *defects, *self.watch.broken, *self.prober.broken]
-            broken = [*during, *self._check_requests(), *self._check_journeys()]
-            broken += [*self._check_poison(), *self._check_rest()]
+                self._run_until_rest(defects)
+            broken = [*self._broken_laws(), *defects]
+            if not broken:
+                broken = [*self._check_requests(), *self._check_journeys()]
+                broken += [*self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
         happened = self.faults.happened
@@ -78,7 +91,12 @@ class Run:
         plane.close()  # the order of the processes does not matter
         return verdict
 
-    def _run_until_rest(self) -> None:
+    def _broken_laws(self) -> list[str]:
+        return [*self.plane.kernel.failures, *self.watch.broken, *self.prober.broken]
+
+    def _run_until_rest(self, defects: list[str]) -> None:
+        """Runs until nothing changes any more, or a law is broken. `defects` receives logged
+        exceptions that only a defect raises."""
         kernel = self.plane.kernel
         rest_since: float | None = None
         while True:
@@ -86,6 +104,8 @@ class Run:
             self.watch.look()
             self.prober.look()
             self.transitions.look()
+            if defects or self._broken_laws():
+                return
             over = max(self._planned_s, self.faults.last_at)
             over = max(over, min(self.plane.operator.changed_at, over + CHANGES_S))
             if kernel.now <= over:
@@ -101,7 +121,7 @@ class Run:
 
     def _is_at_rest(self) -> bool:
         plane = self.plane
-        if any(request.end is None for request in plane.requests):
+        if any(request.end is None for request in plane.requests) or self.watch.freed.is_pending:
             return False
         if any(engine.has_work for engine in plane.living_engines):
             return False
@@ -123,9 +143,12 @@ class Run:
         if len(plane.ray.groups) > plane.manager.manager.target:
             return False  # a late call created one; the next poll removes it
         views = [ingress.llm.active_ranks for ingress in plane.ingresses if ingress.llm]
-        return len(views) == len(plane.ingresses) and all(
-            len(view) == plane.manager.manager.target == len(plane.living_engines) for view in views
-        )
+        if len(views) != len(plane.ingresses):
+            return False
+        target = plane.manager.manager.target
+        if any(len(view) != target or target != len(plane.living_engines) for view in views):
+            return False
+        return next(disagreements(plane), None) is None
 
     # ---------------------------------------------------------------- laws
 
@@ -145,9 +168,11 @@ class Run:
                     broken.append(f"{name} has a wrong text")
             elif each.end is None:
                 broken.append(f"{name} never ended, {len(each.token_ids)} tokens came")
-            elif _GIVEN_UP.search(each.end) and self._may_be_given_up(request):
+            elif _GIVEN_UP.search(each.end) and self._may_be_given_up(each):
                 """May be correct: two engines in a row may have been lost while they computed
                 it."""
+            elif each.end.startswith("NoEngine") and self._has_waited(each):
+                """No engine has taken it in time."""
             elif each.end != "length":
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):
@@ -173,12 +198,23 @@ class Run:
                 broken.append(f"r{each.number} ran on {ranks}, and its events name {routed}")
         return broken
 
-    def _may_be_given_up(self, request: Request) -> bool:
-        """Returns whether a request may be given up. If only poison requests have terminated
-        engines, other requests must not be given up."""
+    def _may_be_given_up(self, request: SimRequest) -> bool:
+        """Returns whether a request may be given up: two engines on which it ran were lost. If only
+        poison requests have terminated engines, other requests must not be given up."""
         if self.faults.kinds == {_POISON}:
-            return request.is_poison
-        return self.faults.num_engines_lost >= 2
+            return request.request.is_poison
+        ranks = request.state.ranks if request.state is not None else []
+        lost = [each for each in self.plane.engines if self.watch.was_lost(each)]
+        return sum(each.rank in ranks for each in lost) >= MAX_FAILED_ATTEMPTS
+
+    def _has_waited(self, request: SimRequest) -> bool:
+        """Returns whether a request waited for its first engine as long as its limit says."""
+        state = request.state
+        if state is None or state.ranks:
+            return False
+        [queued] = [event.at_s for event in state.journey.events if event.kind is QUEUED]
+        waited_s = state.journey.events[-1].at_s - queued
+        return waited_s > 0.999 * self.plane.scenario.no_engine_timeout_s
 
     def _check_poison(self) -> list[str]:
         """Checks that poison requests are given up after `MAX_FAILED_ATTEMPTS` terminated
@@ -191,6 +227,7 @@ class Run:
         """Checks that everything works again and that nothing is left over."""
         plane, operator = self.plane, self.plane.operator
         broken = [f"{operation} was never answered" for operation in operator.unanswered]
+        broken += disagreements(plane)
         target = plane.manager.manager.target
         if target not in operator.may_be_wanted:
             broken.append(f"{target} engines are the target, not {operator.may_be_wanted}")

@@ -53,6 +53,8 @@ class MembershipWatch:
         """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
         """The members in the newest view of each ingress, and the coordinator at that time."""
+        self._alone: set[SimEngine] = set()
+        """Engines that served without a group at the last look."""
         plane.on_detach.append(self._on_detach)
         plane.on_view.append(self._on_view)
         plane.ray.on_end.append(self._ended.add)
@@ -68,6 +70,7 @@ class MembershipWatch:
             self._look_at_silent(coordinator, members, engines)
             self._look_at_repaired(members, engines)
             self._look_at_group(coordinator, engines)
+            self._look_at_alone(coordinator)
             self._look_at_ingresses(coordinator)
             self._look_at_requests(coordinator, members)
             if calm.manager_acts:
@@ -165,6 +168,22 @@ class MembershipWatch:
         is_able = is_able and all(starmap(self._calm.reach, combinations(processes, 2)))
         if self._is_over(("group", coordinator, *ranks), _FORMED_S, holds=is_able):
             self._break(f"engines {ranks} do not form a group")
+
+    def _look_at_alone(self, coordinator: SimCoordinator) -> None:
+        """Checks that an engine leaves its group to serve standalone only if it does not hear a
+        coordinator."""
+        process, alone = self._plane.coordinators[-1][0], set()
+        for engine in self._plane.living_engines if self._plane.scenario.expert else ():
+            if (server := engine.server) is None:
+                continue
+            hears = server._coordinator_client._address == coordinator.address
+            hears = hears and self._calm.reach(engine.process, process)
+            heard_s = self._durations.held_s(("hears", engine), holds=hears)
+            if server.core.wave_member.phase is Phase.STANDALONE:
+                alone.add(engine)
+                if engine not in self._alone and heard_s > _SILENT_S / self._watch.slowest_clock:
+                    self._break(f"{engine.process.name} serves standalone, and a coordinator leads")
+        self._alone = alone
 
     def _look_at_requests(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
         """Checks that no request stays at a removed engine, whether its host was taken away or it

@@ -7,6 +7,7 @@ world's rate doubles the bounds.
 
 from __future__ import annotations
 
+from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
@@ -25,8 +26,11 @@ from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm
 from tests.simulator.laws.decisions import DecisionWatch
 from tests.simulator.laws.disturbances import LOOK_S, Disturbances
+from tests.simulator.laws.freed import FreedWatch
 from tests.simulator.laws.knowledge import KnowledgeWatch
+from tests.simulator.laws.leaving import LeavingWatch
 from tests.simulator.laws.membership import MembershipWatch
+from tests.simulator.laws.pausing import PausingWatch
 
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
@@ -75,7 +79,9 @@ class Watch:
         """The last time at which engines that share experts were leaving a draining host while
         packets were lost: each change of the groups then waits for retransmissions."""
         self._epochs: dict[SimIngress, int] = {}
-        plane.ray.on_end.append(self._on_end)
+        self._ended: set[Process] = set()
+        """Processes that a manager has ended."""
+        plane.ray.on_end.extend((self._ended.add, self._on_end))
         plane.on_view.append(self._on_view)
         plane.on_leave.append(self._on_leave)
         plane.on_detach.append(self._on_detach)
@@ -83,6 +89,9 @@ class Watch:
         self._membership = MembershipWatch(plane, self, self._calm, self._break)
         self._knowledge = KnowledgeWatch(plane, self, self._calm, self._break)
         self._decisions = DecisionWatch(plane, self, self._calm, self._break)
+        self._leaving = LeavingWatch(plane, self, self._calm, self._break)
+        self._pausing = PausingWatch(plane, self, self._calm, self._break)
+        self.freed = FreedWatch(plane, self, self._calm, self._break)
 
     def look(self) -> None:
         self._calm.look()
@@ -96,14 +105,27 @@ class Watch:
         self._membership.look()
         self._knowledge.look()
         self._decisions.look()
+        self._leaving.look()
+        self._pausing.look()
+        self.freed.look()
 
     @property
     def slowest_clock(self) -> float:
         return self._faults.slowest_clock
 
+    @property
+    def faults_end_at(self) -> float:
+        """When the last fault so far has ended, or will end."""
+        return self._faults.last_at
+
     def may_lose(self, engine: SimEngine) -> bool:
         """Returns whether the engine is or was disturbed, so that it may count as lost."""
         return self._disturbances.is_disturbed(engine) or self._disturbances.is_excused(engine)
+
+    def was_lost(self, engine: SimEngine) -> bool:
+        """Returns whether the engine was ever disturbed, or ended without a request."""
+        is_dead = not engine.process.alive and engine.process not in self._ended
+        return is_dead or self._disturbances.was_ever_disturbed(engine)
 
     @property
     def _only_engines_died(self) -> bool:
@@ -214,22 +236,26 @@ class Watch:
             self.slowest_s = max(self.slowest_s, taken_s)
 
     def _look_at_placements(self) -> None:
-        """Checks that no request stays at an engine that its ingress cannot reach if another engine
-        could take it. It may stay for a heartbeat after both became true, because the ingress
-        polls."""
+        """Checks that no request stays at an engine that its ingress cannot reach, or that replaces
+        a worker, if another engine could take it. It may stay for a heartbeat after both became
+        true, because the ingress polls."""
         staying: dict[tuple[str, int], float] = {}
         for ingress in self._plane.ingresses:
             llm = ingress.llm
-            if llm is None or not llm._placer._unreachable or not ingress.process.runs:
+            if llm is None or not ingress.process.runs:
                 continue
-            unreachable, router = llm._placer._unreachable, llm._placer._router
+            placer, router = llm._placer, llm._placer._router
+            unable = {m for m in placer._roster.members if m.state is MemberState.REPAIRING}
+            unreachable = placer._unreachable | {EngineId.of(member) for member in unable}
+            if not unreachable:
+                continue
             for state in llm._processor.request_states.values():
                 version = state.answer_version.required_elsewhere
                 if state.engine in unreachable and router.can_place(version):
                     key = state.request_id, state.attempt
                     since = staying[key] = self._staying.get(key, self._kernel.now)
                     if self._kernel.now - since > HEARTBEAT_S / self._faults.slowest_clock:
-                        self._break(f"{state.request_id} stays at an engine that is not reached")
+                        self._break(f"{state.request_id} stays at an engine that cannot serve it")
         self._staying = staying
 
     def _compute_s(self, request: SimRequest) -> float:

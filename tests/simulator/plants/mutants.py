@@ -31,6 +31,7 @@ from tests.simulator.scenario import draw
 MODULES = (
     "coordinator.cluster_state",
     "coordinator.manager_state",
+    "coordinator.metrics_aggregator",
     "coordinator.monitors.engine_monitor",
     "coordinator.monitors.forming_monitor",
     "coordinator.monitors.progress_monitor",
@@ -63,6 +64,7 @@ MODULES = (
     "cluster.control.plan.upgrade",
     "cluster.control.plan.upgrade_plan",
     "cluster.control.plan.versions",
+    "cluster.control.ray.checkpoint_store",
     "cluster.control.ray.checkpoint_writer",
     "cluster.control.ray.coordinator_handle",
     "cluster.control.upgrader",
@@ -70,12 +72,22 @@ MODULES = (
     "cluster.client.engine_connection",
     "cluster.client.engine_core_client",
     "cluster.client.request_placer",
+    "cluster.client.requests.answer_version",
+    "cluster.client.requests.handover",
+    "cluster.client.requests.journey",
+    "cluster.client.requests.output_processor",
+    "cluster.client.requests.request_state",
     "cluster.client.routing.admission",
     "cluster.client.routing.placement_queue",
     "cluster.client.routing.readiness",
     "cluster.client.routing.routable_engines",
     "cluster.client.routing.routed_engine",
     "cluster.client.routing.router",
+    "engine.serving.client_tracker",
+    "engine.serving.coordinator_client",
+    "engine.serving.engine_report",
+    "engine.serving.server",
+    "engine.serving.standalone_monitor",
 )
 """The modules that decide, without `swell.`"""
 _FOR_PEOPLE = {"__repr__", "describe", "error", "error_text", "starting_texts", "not_ready_reason"}

@@ -18,9 +18,11 @@ from swell.cluster.client.request_placer import RequestPlacer
 from swell.cluster.client.requests.journey import Journey
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.routing.placement_queue import QueuedRequest
 from swell.cluster.client.routing.routable_engines import RoutableEngines
 from swell.cluster.client.routing.router import Router
 from swell.cluster.control.engines import actor_names
+from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.orphans import OrphanCollector
 from swell.cluster.control.manager import ClusterManager
@@ -170,6 +172,20 @@ def _leave_forgotten(right: Any, roster: Any, ranks: Any) -> Any:
 
 async def _leads(right: Any, self: Any) -> bool:
     return True
+
+
+def _kept_by_the_coordinator_only(right: Any, self: Any, rank: int) -> None:
+    self.engines[rank].next_version = None
+    self.tasks.spawn(self._coordinator.cancel_leave([rank]))
+
+
+def _kept_unless_repaired(right: Any, roster: Any, ranks: Any) -> Any:
+    kept = {*ranks} & {*roster.leaving}
+    return rosters.update_members(roster, kept, state=rosters.MemberState.ACTIVE)
+
+
+def _is_never_idle(right: Any, self: Any, report: Any, epoch: int) -> None:
+    right(self, None, epoch)
 
 
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
@@ -406,6 +422,22 @@ BUGS = {
     ),
     "manager: one that was replaced leads on": Bug(
         CheckpointWriter, "is_leader", _leads, campaigns=True
+    ),
+    "coordinator: an engine that is kept while it is repaired leaves": Bug(
+        rosters, "cancel_leave", _kept_unless_repaired, campaigns=True
+    ),
+    "coordinator: an ingress that is gone stays subscribed": Bug(
+        Subscribers, "forget_silent", _nothing, campaigns=True
+    ),
+    "manager: an engine that is kept leaves again": Bug(
+        Fleet, "keep", _kept_by_the_coordinator_only, campaigns=True
+    ),
+    "manager: an engine whose host stays moves on": Bug(Fleet, "stay", _nothing, campaigns=True),
+    "manager: an idle engine does not leave": Bug(
+        EngineHandle, "on_poll", _is_never_idle, campaigns=True
+    ),
+    "ingress: a request waits for an engine without limit": Bug(
+        QueuedRequest, "fail_after", _nothing, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }

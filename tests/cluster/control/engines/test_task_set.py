@@ -1,4 +1,4 @@
-"""Concurrent tasks of one owner: failures are reported, and nothing is left of those that end."""
+"""Concurrent tasks of one owner: a failure is reported, and a task that ends leaves nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,117 @@
+"""Laws about resources: nothing is kept for a process or a connection that is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from swell.coordinator.wave_protocol.wave_interface import Phase
+from tests.simulator.actors import SimCoordinator, SimEngine
+from tests.simulator.control_plane import (
+    HEARTBEAT_S,
+    STALL_TIMEOUT_S,
+    ControlPlane,
+    SimIngress,
+)
+from tests.simulator.laws.calm import Calm, Durations
+from tests.simulator.network.channel import SimOutlet
+
+if TYPE_CHECKING:
+    from tests.simulator.laws.watch import Watch
+
+_CLIENT_S = STALL_TIMEOUT_S + 3.0 * HEARTBEAT_S
+"""The time within which an engine forgets a connection of an ingress, and drops its requests."""
+_SUBSCRIBER_S = 8.0 * HEARTBEAT_S
+"""The time within which a coordinator forgets a connection of an ingress: five heartbeats, and the
+next publication."""
+_PEER_S = STALL_TIMEOUT_S + 4.0 * HEARTBEAT_S
+"""The time within which a coordinator sends no more heartbeats to an engine that is gone."""
+_READY = (Phase.STOPPED, Phase.RUNNING, Phase.PAUSED, Phase.STANDALONE)
+"""Phases in which an engine handles messages between its steps."""
+
+
+class FreedWatch:
+    """Checks these laws. `look` must be called several times per virtual second."""
+
+    def __init__(
+        self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
+    ) -> None:
+        self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
+        self._durations = Durations(plane)
+
+    def look(self) -> None:
+        living = self._identities(self._plane.ingresses)
+        for engine in self._plane.living_engines:
+            if engine.server is not None:
+                self._look_at_clients(engine, living)
+        coordinator = self._plane.coordinator
+        if coordinator is not None and self._calm.coordinator_acts:
+            self._look_at_subscribers(coordinator, living)
+        self._durations.end_look()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a process still keeps something for a connection that is gone."""
+        living = self._identities(self._plane.ingresses)
+        engines = [each for each in self._plane.living_engines if each.server is not None]
+        if any(_clients(engine) - living for engine in engines):
+            return True
+        coordinator = self._plane.coordinator
+        return coordinator is not None and not living.issuperset(coordinator._subscribers)
+
+    def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
+        return self._durations.held_s(key, holds=holds) > bound_s / self._watch.slowest_clock
+
+    @staticmethod
+    def _identities(owners: Sequence[SimIngress | SimEngine]) -> set[bytes]:
+        """Returns the identities of all connections that living processes have opened."""
+        return {
+            end.identity
+            for owner in owners
+            if owner.process.alive
+            for end in owner.process.ends
+            if isinstance(end, SimOutlet) and not end.closed
+        }
+
+    def _look_at_clients(self, engine: SimEngine, living: set[bytes]) -> None:
+        """Checks that an engine forgets the connection of an ingress that has terminated or opened
+        another one, and drops its requests. Time in which the engine handles no messages does not
+        count."""
+        server = engine.server
+        assert server is not None
+        gone = _clients(engine) - living
+        if not gone or self._plane.kernel.now < self._watch.faults_end_at:
+            return  # messages that a fault has held back may still come
+        handles = engine.process.runs and not engine.executor.hangs
+        handles = handles and not (engine.executor.worker_lost or engine.executor.is_repairing)
+        handles = handles and server.core.wave_member.phase in _READY
+        if self._plane.scenario.expert:  # its step waits for the other engines
+            handles = handles and all(
+                each.process.runs and not (each.executor.hangs or each.executor.worker_lost)
+                for each in self._plane.living_engines
+            )
+            handles = handles and not self._plane.net.cuts
+        for client in gone if handles else ():
+            if self._is_over(("client", server, client), _CLIENT_S, holds=True):
+                self._break(f"{engine.process.name} keeps something for an ingress that is gone")
+
+    def _look_at_subscribers(self, coordinator: SimCoordinator, living: set[bytes]) -> None:
+        """Checks that a coordinator forgets the connection of an ingress that is gone, and with it
+        the versions that its answers needed."""
+        process = self._plane.coordinators[-1][0]
+        subscribers = coordinator._subscribers
+        known = {*subscribers, *subscribers._versions}
+        for client in known - living if process.runs else ():
+            if self._is_over(("subscriber", coordinator, client), _SUBSCRIBER_S, holds=True):
+                self._break("the coordinator has a subscriber that is gone")
+        engines = self._identities(self._plane.engines)
+        for peer in coordinator._heartbeats.keys() - engines if process.runs else ():
+            if self._is_over(("peer", coordinator, peer), _PEER_S, holds=True):
+                self._break("the coordinator sends heartbeats to an engine that is gone")
+
+
+def _clients(engine: SimEngine) -> set[bytes]:
+    """Returns the connections for which an engine keeps anything."""
+    assert engine.server is not None
+    requests = engine.server.core.scheduler.requests.values()
+    return {*engine.server._client_tracker._clients, *(request.client for request in requests)}

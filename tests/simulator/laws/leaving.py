@@ -1,0 +1,176 @@
+"""Laws about engines that leave, are kept after all, or move, and about requests that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from swell.cluster.client.engine_connection import EngineId
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.fleet_view import Intent
+from swell.cluster.control.plan.versions import UpgradeStage
+from swell.coordinator.roster import Member, MemberState
+from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
+from tests.simulator.control_plane import DRAIN_TIMEOUT_S, HEARTBEAT_S, ControlPlane
+from tests.simulator.laws.calm import Calm, Durations
+
+if TYPE_CHECKING:
+    from tests.simulator.laws.watch import Watch
+
+_DETACHED_S = 3.0
+"""The time within which an engine that has finished its requests, or whose drain time is over, is
+out of the roster."""
+_MOVING_S = 4.7 * HEARTBEAT_S
+"""The time within which a manager knows that a host stays: after two polls, each two heartbeats
+after the previous one."""
+_QUEUED_S = 2.0 * HEARTBEAT_S
+"""The time by which a request may fail later than its limit: a late timer is extended once."""
+
+
+def leaves(member: Member) -> bool:
+    """Returns whether an engine leaves, or will leave once it has replaced its worker."""
+    will_leave = member.state is MemberState.REPAIRING and member.leaves
+    return will_leave or member.state is MemberState.LEAVING
+
+
+class LeavingWatch:
+    """Checks these laws. `look` must be called several times per virtual second."""
+
+    def __init__(
+        self, plane: ControlPlane, watch: Watch, calm: Calm, broken: Callable[[str], None]
+    ) -> None:
+        self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
+        self._durations = Durations(plane)
+        self._kept: dict[int, object] = {}
+        """Incarnations of engines that the manager has kept, with the request for which it did."""
+        self._manager: SimManager | None = None
+        """The manager at the last look."""
+        self._is_stored: dict[str, bool] = {}
+        """For each leaving engine, by name: whether the record of its drain is stored."""
+        self._restarted: dict[str, float] = {}
+        """When the drains of these engines started again, because no record was stored."""
+        plane.on_keep.append(self._on_keep)
+        plane.on_leave.append(self._on_leave)
+
+    def look(self) -> None:
+        coordinator = self._plane.coordinator
+        if coordinator is not None and self._calm.coordinator_acts and self._calm.manager_acts:
+            self._note_records()
+            self._look_at_drains(coordinator)
+            self._look_at_moves()
+        self._look_at_queues()
+        self._durations.end_look()
+
+    def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
+        return self._durations.held_s(key, holds=holds) > bound_s / self._watch.slowest_clock
+
+    # ---------------------------------------------------------------- an engine that is kept stays
+
+    def _on_keep(self, ranks: list[int]) -> None:
+        """Checks that an engine that is kept neither leaves nor will leave."""
+        coordinator = self._plane.coordinator
+        for member in () if coordinator is None else coordinator.members:
+            if member.rank in ranks:
+                self._kept[member.incarnation] = self._reason_to_leave()
+                if leaves(member):
+                    self._break(f"engine {member.rank} is kept, and leaves")
+
+    def _on_leave(self, ranks: list[int]) -> None:
+        """Checks that an engine that was kept leaves only for another reason."""
+        coordinator, plane = self._plane.coordinator, self._plane
+        if coordinator is None or plane.scenario.autoscaled or plane.ray.draining:
+            return
+        for member in coordinator.members:
+            reason = self._kept.get(member.incarnation)
+            if member.rank in ranks and reason is not None and reason == self._reason_to_leave():
+                self._break(f"engine {member.rank} was kept, and leaves without a request")
+
+    def _reason_to_leave(self) -> object:
+        """Returns what may make engines leave; None: it may change without a request."""
+        operator, manager = self._plane.operator, self._plane.manager.manager
+        record = manager.upgrader.record
+        if record.stage is not UpgradeStage.SETTLED or manager.upgrader._needed:
+            return None
+        return manager, operator.num_begun, manager.target, record.wanted
+
+    # ---------------------------------------------------------------- a drain ends in time
+
+    def _note_records(self) -> None:
+        """Notes the drains that start again at a manager that has found no record of them."""
+        manager = self._plane.manager
+        fleet, stored = manager.manager._fleet, manager.manager._checkpoints._saved.drains
+        leaving = [handle for handle in fleet.engines.values() if handle.leaving]
+        if manager is not self._manager:
+            self._manager = manager
+            for handle in leaving:
+                if not self._is_stored.get(handle.name):
+                    self._restarted[handle.name] = self._plane.kernel.now
+        names = {record.name for record in stored}
+        self._is_stored = {handle.name: handle.name in names for handle in leaving}
+
+    def _look_at_drains(self, coordinator: SimCoordinator) -> None:
+        """Checks that a leaving engine is detached soon after its last request, and soon after its
+        drain time, also if another manager has started the drain."""
+        fleet = self._plane.manager.manager._fleet
+        if fleet.view().is_committing or any(each.in_transition for each in fleet.handles):
+            return
+        engines = {e.server.incarnation: e for e in self._plane.engines if e.server is not None}
+        process = self._plane.coordinators[-1][0]
+        for handle in fleet.engines.values():
+            assert handle.ready is not None
+            member = handle.find_in(coordinator._state_machine.roster)
+            engine = engines.get(handle.ready.incarnation)
+            if member is None or engine is None or not (handle.leaving and leaves(member)):
+                continue
+            if handle.rank in fleet._drain.held or handle.intent is Intent.MOVE:
+                continue
+            is_late = self._plane.kernel.now > self._deadline(handle, engine)
+            if self._is_over(("late", handle), _DETACHED_S, holds=is_late):
+                self._break(f"{handle.name} leaves for longer than its drain time")
+            is_idle = self._is_idle(engine, member) and self._calm.reach(engine.process, process)
+            is_idle = is_idle and not self._calm.were_reset(engine.process, process)
+            key = "idle", handle, coordinator.epoch
+            if self._is_over(key, _DETACHED_S, holds=is_idle):
+                self._break(f"{handle.name} has no requests, and does not leave")
+
+    def _deadline(self, handle: EngineHandle, engine: SimEngine) -> float:
+        now = self._plane.kernel.now
+        since = max(
+            self._watch.leaving.get(engine.process, now),
+            self._plane.operator.changed_at,
+            self._restarted.get(handle.name, 0.0),
+        )
+        return since + DRAIN_TIMEOUT_S / self._watch.slowest_clock
+
+    def _is_idle(self, engine: SimEngine, member: Member) -> bool:
+        if engine.server is None or engine.has_work or not engine.process.runs:
+            return False
+        id = EngineId.of(member)
+        return member.state is MemberState.LEAVING and not any(
+            id in ingress.llm.engines_in_use()
+            for ingress in self._plane.ingresses
+            if ingress.llm is not None and ingress.process.alive
+        )
+
+    def _look_at_moves(self) -> None:
+        """Checks that an engine moves only while its host will be taken away."""
+        for handle in self._plane.manager.manager._fleet.engines.values():
+            assert handle.ready is not None
+            is_moving = handle.intent is Intent.MOVE
+            stays = is_moving and handle.ready.node not in self._plane.ray.draining
+            if self._is_over(("moving", handle), _MOVING_S, holds=stays):
+                self._break(f"{handle.name} moves, and its host stays")
+
+    # ---------------------------------------------------------------- who waits, fails in time
+
+    def _look_at_queues(self) -> None:
+        """Checks that a request that no engine takes fails by its time limit."""
+        for ingress in self._plane.ingresses:
+            llm, process = ingress.llm, ingress.process
+            if llm is None or not process.alive or not len(llm._placer._queue):
+                continue
+            limit_s = llm._config.serve.no_engine_timeout_s + _QUEUED_S
+            for state in llm._processor.request_states.values():
+                waits = state.is_queued and not state.ranks and process.runs
+                if self._is_over(("queued", state), limit_s, holds=waits):
+                    self._break(f"{state.request_id} waits for an engine for longer than its limit")
