@@ -324,8 +324,9 @@ class Fleet:
         await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
-        """Remove engines from the roster, except those that died or were kept meanwhile. Then
-        terminate them, or start to reload them. `idle_epoch`: see `CoordinatorHandle.detach`."""
+        """Remove engines from the roster, except those that died or were kept meanwhile. Then begin
+        to terminate or to reload them, concurrently: other drains do not wait for that.
+        `idle_epoch`: see `CoordinatorHandle.detach`."""
         async with self.group_change_lock:
             handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
             with self.transition(handles):
@@ -340,9 +341,14 @@ class Fleet:
                 self.ending[handle.rank] = handle
             else:
                 self._reload(handle, handle.next_version)
-        handles = [handle for handle in handles if self.ending.get(handle.rank) is handle]
+        ending = [handle for handle in handles if self.ending.get(handle.rank) is handle]
+        if ending:
+            self.tasks.spawn(self._end(ending))
+        self.on_change()
+
+    async def _end(self, handles: list[EngineHandle]) -> None:
         try:
-            if handles and await self._placement.may_end():  # else they may serve the next manager
+            if await self._placement.may_end():  # else they may serve the next manager
                 await asyncio.gather(*(self._placement.end(handle) for handle in handles))
         finally:
             for handle in handles:

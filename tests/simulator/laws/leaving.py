@@ -122,7 +122,7 @@ class LeavingWatch:
             engine = engines.get(handle.ready.incarnation)
             if member is None or engine is None or not (handle.leaving and leaves(member)):
                 continue
-            if handle.rank in fleet._drain.held or handle.intent is Intent.MOVE:
+            if handle.rank in fleet._drain._held or handle.intent is Intent.MOVE:
                 continue
             is_late = self._plane.kernel.now > self._deadline(handle, engine)
             if self._is_over(("late", handle), _DETACHED_S, holds=is_late):
