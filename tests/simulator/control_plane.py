@@ -115,6 +115,8 @@ class SimRequest:
         self.text = ""
         self.end: str | None = None
         self.ended_with_ingress = False
+        self.was_aborted = False
+        """Whether its client has given it up before its end."""
         self.state: RequestState | None = None
         """The state of the request in the ingress; None: not submitted, or refused."""
 
@@ -137,6 +139,7 @@ class SimRequest:
                     if output.finished:
                         self.finish(_reason_of(completion))
                     elif self.gives_up:
+                        self.was_aborted = True
                         llm.abort([f"r{self.number}"])
         except Exception as error:
             self.finish(f"{type(error).__name__}: {error}")

@@ -173,6 +173,8 @@ class Run:
                 it."""
             elif each.end.startswith("NoEngine") and self._has_waited(each):
                 """No engine has taken it in time."""
+            elif each.was_aborted:
+                broken.append(f"{name} was given up by its client, and ended with {each.end}")
             elif each.end != "length":
                 broken.append(f"{name} failed: {each.end}")
             elif each.token_ids != expected or each.text != text_of(expected):

@@ -436,6 +436,7 @@ BUGS = {
     "manager: an idle engine does not leave": Bug(
         EngineHandle, "on_poll", _is_never_idle, campaigns=True
     ),
+    "ingress: it ignores that a client gives up": Bug(AsyncLLM, "abort", _nothing, campaigns=True),
     "ingress: a request waits for an engine without limit": Bug(
         QueuedRequest, "fail_after", _nothing, campaigns=True
     ),

@@ -61,6 +61,7 @@ SEEDS = {
     "manager: an engine that is kept leaves again": 19,
     "manager: an engine whose host stays moves on": 262,
     "manager: an idle engine does not leave": 1,
+    "ingress: it ignores that a client gives up": 1,
     "ingress: a request waits for an engine without limit": 332,
 }
 """For each bug, a seed that finds it."""
