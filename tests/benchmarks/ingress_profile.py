@@ -87,7 +87,7 @@ def stages(profile: cProfile.Profile) -> Counter[str]:
 async def fake_cluster() -> AsyncIterator[FakeCluster]:
     with tempfile.TemporaryDirectory() as folder:
         tokenizers_for_tests.chat_tokenizer().save_pretrained(folder)
-        settings: dict[str, object] = {"model.name": "m", "cluster.heartbeat_s": 5.0}
+        settings: dict[str, Any] = {"model.name": "m", "cluster.heartbeat_s": 5.0}
         async with FakeCluster(Path(folder), vocab_size=VOCAB, **settings).serving() as cluster:
             yield cluster
 

@@ -143,8 +143,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
-        self._response = FramedResponse(cycle, app)
-        super()._start_asgi_task(cycle, self._response)
+        self._response = framed = FramedResponse(cycle, app)
+        super()._start_asgi_task(cycle, framed)  # type: ignore[arg-type]  # Starlette's types
 
     def data_received(self, data: bytes) -> None:
         if self._closing:
