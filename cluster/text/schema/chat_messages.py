@@ -215,7 +215,7 @@ class ToolDefinition(HistoryPart, kw_only=True, dict=True):
         function = {name: value for name, value in known.items() if value is not None}
         return {"type": self.type, "function": function}
 
-    def keep(self, sent: JsonObject) -> None:
+    def keep_sent(self, sent: JsonObject) -> None:
         """Keeps the tool as its client wrote it."""
         self.as_sent = {key: value for key, value in sent.items() if key != "cache_control"}
 
@@ -242,7 +242,7 @@ def keep_tools(tools: list[ToolDefinition] | None, body: bytes) -> None:
     their order."""
     if tools:
         for tool, sent in zip(tools, _SENT_TOOLS.decode(body).tools or (), strict=True):
-            tool.keep(sent)
+            tool.keep_sent(sent)
 
 
 class FunctionName(RequestBody, kw_only=True):
