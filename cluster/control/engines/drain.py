@@ -25,7 +25,7 @@ that epoch, under which they were idle."""
 
 class Drain:
     """Drains the leaving engines of one fleet, in its event loop. `engines`: serving engines by
-    rank."""
+    rank; `on_change`: called when the records change during a drain."""
 
     def __init__(
         self,
@@ -34,9 +34,10 @@ class Drain:
         runtime: Runtime,
         engines: Mapping[int, EngineHandle],
         detach: Detach,
+        on_change: Callable[[], None],
     ) -> None:
         self._load_report_s, self._coordinator, self._runtime = load_report_s, coordinator, runtime
-        self._engines, self._detach = engines, detach
+        self._engines, self._detach, self._on_change = engines, detach, on_change
         self._held: Mapping[int, bool] = {}
         self._log = StructuredLogger("cluster.drain")
 
@@ -132,6 +133,7 @@ class Drain:
                 handle.is_marked, handle.left_epoch, handle.idle_polls = True, epoch, 0
                 delay_s = _now() - handle.unmarked_since
                 self._set_deadline(handle, handle.leave_deadline_s + delay_s)
+        self._on_change()
 
     async def _poll(self, handles: list[EngineHandle], *, is_leaving: bool = False) -> None:
         """Read a later report of each engine. With `is_leaving` the report counts only if the

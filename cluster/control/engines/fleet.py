@@ -56,7 +56,9 @@ class Fleet:
         self._config = config
         self._coordinator, self._placement = coordinator, placement
         self._on_death, self.on_change = on_death, on_change
-        self._drain = Drain(config.load_report_s, coordinator, runtime, self.engines, self._detach)
+        self._drain = Drain(
+            config.load_report_s, coordinator, runtime, self.engines, self._detach, on_change
+        )
         self._vacating: frozenset[int] = frozenset()
         self._is_reserved = False
         self._reloading: list[EngineHandle] = []

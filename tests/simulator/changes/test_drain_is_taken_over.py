@@ -31,3 +31,32 @@ def test_an_engine_without_a_leave_message_has_its_whole_drain_time() -> None:
     assert run.judge().broken == []
     happened = [line.split()[1] for line in run.faults.happened]
     assert happened == ["stop-control", "second-manager"]
+
+
+def test_a_drain_that_begins_during_a_redeploy_is_stored() -> None:
+    """The coordinator is killed and the engine hangs, so the engine is told to leave late, and its
+    drain time starts then. A successor of the manager must know that time."""
+    faults = (
+        Fault("black-hole", 3.122364667201774, 6, 0.09538594720619836),
+        Fault("kill", 4.505728180886727, 3, 0.08094316855905323, same=True, changing=True),
+        Fault("hang", 6.003807973949216, 2, 0.08912812948972618, same=True),
+    )
+    operations = (
+        Operation(3.122364667201774, "pause", 0),
+        Operation(6.292110813745745, "redeploy", 1),
+        Operation(6.758497985582782, "resume", 0),
+    )
+    scenario = Scenario(
+        seed=397,
+        engines=1,
+        ingresses=2,
+        expert=False,
+        requests=(Request(3.088790582636226, 0, (7,), 6, 7),),
+        faults=faults,
+        operations=operations,
+        control_host="host0",
+        step_s=0.03,
+        rooms=(0, 3, 3),
+        slow_load_s=2.0,
+    )
+    assert Run(scenario).judge().broken == []

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import combinations, starmap
 from typing import TYPE_CHECKING
 
+from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import UpgradeStage
 from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.wave_protocol.wave_interface import Phase
@@ -45,7 +46,8 @@ class MembershipWatch:
         self._heard: set[tuple[SimCoordinator, int]] = set()
         """Incarnations that have reported to a coordinator."""
         self._wanted: list[tuple[float, int]] = []
-        """The target numbers of the manager in the last `_WANTED_S`, with their times."""
+        """How many engines the manager wanted in the last `_WANTED_S`, with the times: its target,
+        and those that serve until their replacements do."""
         self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
         """Incarnations that were asked to leave, with the coordinator that removed them, and the
         engine if it was healthy."""
@@ -241,7 +243,9 @@ class MembershipWatch:
     def _note_wanted(self) -> None:
         now, manager = self._kernel.now, self._plane.manager
         if manager.has_started:
-            self._wanted.append((now, manager.manager.target))
+            serving = manager.manager._fleet.engines.values()
+            moving = sum(handle.intent is Intent.MOVE for handle in serving)
+            self._wanted.append((now, manager.manager.target + moving))
         self._wanted = [each for each in self._wanted if now - each[0] < _WANTED_S]
 
     def _look_at_joined(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
