@@ -69,7 +69,7 @@ from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
 from swell.coordinator.coordinator import find
 from swell.coordinator.manager_state import Sleep
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.ports import free_port, next_free_port
 from swell.coordinator.transport.runtime import ThreadRuntime
 

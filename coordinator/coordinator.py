@@ -14,7 +14,7 @@ from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService, Membership
 from swell.coordinator.state_machine import JoinResult
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
 

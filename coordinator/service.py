@@ -24,7 +24,7 @@ from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult, recovery_s
 from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.transport.channel import ChannelAddress, Inbox, make_keys
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.transport.loop_calls import LoopCalls
 from swell.coordinator.transport.runtime import Runtime, ThreadRuntime

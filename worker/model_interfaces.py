@@ -162,7 +162,7 @@ class HasMesh(HoldsTensors, Protocol):
 
 
 class PoolingModel(Model, Protocol):
-    """A model that pools (`swell.worker.pool`)."""
+    """A model that pools (`swell.worker.pooling`)."""
 
     @property
     def hidden(self) -> int:

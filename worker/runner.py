@@ -25,8 +25,8 @@ from swell.worker.memory.offload_store import OffloadStore
 from swell.worker.model_interfaces import ComputesLogits, Model, SupportsPP, SupportsPromptEmbeds
 from swell.worker.moe.dp_sync import DPSync, DPSyncResult
 from swell.worker.moe.routed_experts import RoutedExpertsReader, RouteRecorder
-from swell.worker.pool.pooler import Pooler
-from swell.worker.pool.reader import PoolingReader
+from swell.worker.pooling.hidden_state_reader import PoolingReader
+from swell.worker.pooling.pooler import Pooler
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput

@@ -18,7 +18,7 @@ from swell.configs.schema import Config
 from swell.kernels import backends
 from swell.worker.cache_size import block_bytes, count_cache_blocks
 from swell.worker.comm.mesh import GroupError, Mesh
-from swell.worker.comm.stores import Stores, reachable
+from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.layers.packed_weight import pack_weights
@@ -39,7 +39,7 @@ from swell.worker.models import build_model
 from swell.worker.moe.dp_sync import make_dp_sync
 from swell.worker.moe.experts import rebalance
 from swell.worker.moe.routed_experts import RouteRecorder
-from swell.worker.pool.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
+from swell.worker.pooling.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.step import kv_cache
 from swell.worker.vector_math import initialize_vector_math

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 from swell.configs.runtime.log import StructuredLogger
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.transport.runtime import Runtime
 

@@ -18,7 +18,7 @@ from swell.configs.runtime.network import host_address, other_ports
 from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import find
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor

@@ -10,7 +10,7 @@ import pytest
 
 from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.openapi.document import openapi_document
-from swell.cluster.text.prompt import text_files
+from swell.cluster.text.prompt import tokenizer_files
 from swell.configs.config_hash import versioned_keys
 from swell.configs.schema import Config
 from tests.configs.test_alerts import samples
@@ -81,7 +81,7 @@ def test_the_keys_that_an_upgrade_changes_are_those_on_the_page() -> None:
 
 def test_the_keys_of_a_model_that_no_upgrade_changes_are_on_the_page() -> None:
     named = set(NAMES.findall(UPGRADES.read_text()))
-    assert set(text_files._CONFIG_KEYS) <= named
+    assert set(tokenizer_files._CONFIG_KEYS) <= named
 
 
 def exported() -> dict[str, set[str]]:

@@ -18,7 +18,7 @@ from swell.coordinator.state_machine import CoordinatorStateMachine, recovery_s
 from swell.coordinator.transport import channel
 from swell.coordinator.transport.channel import ChannelAddress, Outlet, make_keys
 from swell.coordinator.transport.codec import encode
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import (

@@ -211,7 +211,7 @@ def models() -> Iterator[tuple[Path, Path]]:
 
 
 @pytest.mark.slow_variants
-def test_an_upgrade_of_engines_that_have_no_room_beside_them(hosts, models: tuple[Path, Path]):
+def test_an_upgrade_replaces_engines_in_their_places(hosts, models: tuple[Path, Path]):
     """Upgrades the weights under many streams: none fails and none mixes versions. Each host has
     room for one engine, so each engine is replaced in its place. Meanwhile its answers move to the
     other host, if that has an engine of their version. `test_upgrade.py` has room."""

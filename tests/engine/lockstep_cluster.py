@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from swell.configs.schema import Config, load
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.channel import Outlet
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits, GroupBroken, WorkerLost
 from swell.engine.serving.server import EngineServer

@@ -23,7 +23,7 @@ from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.transport.finder import FindCoordinator
 from swell.coordinator.wave_protocol.wave_interface import RankedCommands
 from swell.coordinator.wire import ClusterView

@@ -19,7 +19,7 @@ from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams

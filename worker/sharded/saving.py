@@ -34,7 +34,7 @@ from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_config, load_experts, load_weights, resolve_dtype
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
-from swell.worker.pool.pooler import read_model_pooling
+from swell.worker.pooling.pooler import read_model_pooling
 from swell.worker.sharded.atomic_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.loading import local_packing
 from swell.worker.sharded.state import state_of

@@ -15,7 +15,7 @@ import msgspec
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.ray.ray_port import RayPort
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
 T = TypeVar("T")
 

@@ -27,7 +27,7 @@ from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.state_machine import JoinResult
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 
 T = TypeVar("T")

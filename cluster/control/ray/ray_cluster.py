@@ -45,7 +45,7 @@ from swell.configs.runtime.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.coordinator import Coordinator
 from swell.coordinator.transport.channel import make_keys
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
 from swell.engine.executor.process_killer import kill_process
 from swell.engine.serving.actor import EngineActor

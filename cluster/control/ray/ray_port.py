@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 
 Actor = Any
 """A reference to an actor. Only the port that made it reads it."""

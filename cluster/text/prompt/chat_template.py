@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.client_texts import Change, changed, own_segments, texts_of
 from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
 from swell.cluster.text.partial_json import read_partial_object
@@ -20,6 +19,7 @@ from swell.cluster.text.schema.chat_messages import (
     MessageToolCall,
     ToolDefinition,
 )
+from swell.cluster.text.template_texts import Change, changed, own_segments, texts_of
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.schema import ConfigError
 

@@ -27,7 +27,7 @@ from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
 from swell.configs.schema import load
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.channel import make_keys
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore

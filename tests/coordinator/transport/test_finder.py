@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.finder import CoordinatorFinder
 
 SILENCE_S = 10.0

@@ -15,7 +15,7 @@ from swell.cluster.control.engines.actor_names import EngineName
 from swell.configs.runtime import process
 from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import make_keys
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.serving import actor

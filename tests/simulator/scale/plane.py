@@ -11,7 +11,7 @@ from typing import Any
 
 from swell.cluster.client.metrics import PrometheusStats
 from swell.configs.schema import Config, load
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.engine.executor import ExecutorLimits, Progress
 from swell.worker.wire import AsyncModelRunnerOutput, ModelRunnerOutput, SchedulerOutput
 from tests.simulator.actors import SimCoordinator, SimEngine

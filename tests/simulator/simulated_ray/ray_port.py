@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from swell.cluster.control.ray.actor_errors import ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.transport.channel import ChannelKeys
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from tests.simulator.kernel.process import Process
 from tests.simulator.simulated_ray.ray import SimPlacementGroup, SimRayCluster
 from tests.simulator.simulated_ray.ray_actor import SimActor

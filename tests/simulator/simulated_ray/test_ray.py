@@ -11,7 +11,7 @@ import pytest
 from swell.cluster.control.ray.actor_errors import ActorDied, GcsUnavailable
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from tests.simulator.kernel.kernel import WORLD, Kernel
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network

@@ -25,7 +25,7 @@ from swell.cluster.control.plan.backoff import MissingEngine
 from swell.configs.runtime.log import KeyValueFormatter
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.roster import Roster
-from swell.coordinator.transport.contact import CoordinatorContact
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from tests.cluster.api.admin.admin_server import JSON, AdminServer, admin_server
 from tests.cluster.api.bodies.test_request_forms import BODIES

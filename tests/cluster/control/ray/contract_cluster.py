@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from swell.cluster.control.ray.ray_port import Actor, Group, RayPort
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")

@@ -8,7 +8,7 @@ from typing import Any
 
 from swell.cluster.control.ray.actor_errors import GcsUnavailable
 from swell.coordinator.transport.channel import ChannelKeys
-from swell.coordinator.transport.contact import CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
 KEYS = ChannelKeys(b"public", b"secret")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.device_copy import to_device
-from swell.worker.pool.pooler import ACTIVATIONS, Pooler
+from swell.worker.pooling.pooler import ACTIVATIONS, Pooler
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Activation, Extra, PooledValues, PoolingParams
 from swell.worker.step.input_batch import InputBatch
