@@ -223,7 +223,7 @@ PROTECTIONS: dict[str, Callable[[Site, Place], Iterator[str]]] = {
     "tokens of the group; closed once it is formed": _closed_once_formed,
     "`serve.api_keys_file`, `serve.admin_keys_file`, limits": _keys_of_http,
     "Ray's token": _rays_token,
-    "the folder is its owner's alone": _folder_is_private,
+    "only its owner may enter the folder": _folder_is_private,
 }
 
 
