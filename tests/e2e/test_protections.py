@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account"),
 ]
 
-PRIVATE, TOKEN = "the folder is its owner's alone", "Ray's token"
+PRIVATE, TOKEN = "only its owner may enter the folder", "Ray's token"
 CLOSED = "tokens of the group; closed once it is formed"
 
 
