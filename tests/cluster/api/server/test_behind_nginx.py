@@ -25,7 +25,8 @@ pytestmark = [
     pytest.mark.skipif(NGINX is None, reason="nginx is not installed: apt-get install nginx"),
 ]
 
-READ_TIMEOUT_S = 3
+READ_TIMEOUT_S = 15
+"""Longer than a test process of low priority can be without a processor."""
 CONFIG = """
 daemon off; master_process off; pid {folder}/pid; error_log {folder}/errors;
 events {{ }}
