@@ -72,6 +72,9 @@ class Watch:
         self._disturbances = Disturbances(plane, faults)
         self.leaving: dict[Process, float] = {}
         """Engines that must leave, as the coordinator last knew, and since when."""
+        self._hurried: set[Process] = set()
+        """Engines that were told to leave because of the notice of their host: they have only the
+        time of the notice, also if it is withdrawn later."""
         self._staying: dict[tuple[str, int], float] = {}
         """Requests, with the number of the attempt, that stay at an unreachable engine although
         another engine could take them, and since when."""
@@ -307,6 +310,7 @@ class Watch:
                 self.leaving.setdefault(engine.process, self._kernel.now)
             elif member and engine.process in self.leaving and self._is_kept(engine.process):
                 del self.leaving[engine.process]
+                self._hurried.discard(engine.process)
 
     def _is_kept(self, process: Process) -> bool:
         """Returns whether the manager keeps the engine: a restarted coordinator has forgotten which
@@ -323,6 +327,8 @@ class Watch:
         for engine in self._plane.living_engines:
             if engine.rank in ranks:
                 self.leaving.setdefault(engine.process, self._kernel.now)
+                if engine.process.host in self._plane.ray.draining:
+                    self._hurried.add(engine.process)
 
     def _on_detach(self, ranks: list[int]) -> None:
         """Checks that a leaving engine has had enough time to finish its requests, unless it was
@@ -344,7 +350,7 @@ class Watch:
                 continue
             if self._disturbances.is_disturbed(engine):
                 continue
-            if engine.process.host in self._plane.ray.draining:
+            if engine.process in self._hurried or engine.process.host in self._plane.ray.draining:
                 continue  # it has only the time that its host has
             since = self.leaving.get(engine.process, self._kernel.now)
             left_s = DRAIN_TIMEOUT_S / self._faults.fastest_clock - (self._kernel.now - since)
