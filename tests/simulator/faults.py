@@ -334,6 +334,7 @@ class FaultInjector:
         if ray.draining.get(host) == at:
             self._note(fault, f"{host} stays")
             del ray.draining[host]
+            ray.withdrawn[host] = self._kernel.now
 
     def _take_host(self, fault: Fault, host: str, at: float) -> None:
         ray = self._plane.ray

@@ -34,6 +34,8 @@ from tests.simulator.laws.pausing import PausingWatch
 
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
+_NOTICE_S = 3.0
+"""The manager knows within this time that a host stays."""
 _DEATH_S = 3.0
 """The time until requests that were lost with only an engine continue elsewhere."""
 STUCK_S = 2 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
@@ -327,8 +329,15 @@ class Watch:
         for engine in self._plane.living_engines:
             if engine.rank in ranks:
                 self.leaving.setdefault(engine.process, self._kernel.now)
-                if engine.process.host in self._plane.ray.draining:
+                if self._may_know_a_notice(engine.process.host):
                     self._hurried.add(engine.process)
+
+    def _may_know_a_notice(self, host: str) -> bool:
+        """Whether the manager may count a host as going away: a notice that was withdrawn counts
+        until it asks again."""
+        ray = self._plane.ray
+        since = ray.withdrawn.get(host)
+        return host in ray.draining or (since is not None and self._kernel.now < since + _NOTICE_S)
 
     def _on_detach(self, ranks: list[int]) -> None:
         """Checks that a leaving engine has had enough time to finish its requests, unless it was

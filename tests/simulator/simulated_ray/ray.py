@@ -84,6 +84,8 @@ class SimRayCluster:
         """Hosts without power."""
         self.draining: dict[str, float] = {}
         """Hosts that will be taken away, and when; infinite if that is not known."""
+        self.withdrawn: dict[str, float] = {}
+        """Hosts that stay, and since when."""
         self.away = False
         """Whether the GCS is unavailable."""
         self.on_end: list[Callable[[Process], None]] = []
