@@ -432,7 +432,9 @@ BUGS = {
     "manager: an engine that is kept leaves again": Bug(
         Fleet, "keep", _kept_by_the_coordinator_only, campaigns=True
     ),
-    "manager: an engine whose host stays moves on": Bug(Fleet, "stay", _nothing, campaigns=True),
+    "manager: an engine whose host stays moves on": Bug(
+        Fleet, "stay", _nothing, ("drain-host",), campaigns=True
+    ),
     "manager: an idle engine does not leave": Bug(
         EngineHandle, "on_poll", _is_never_idle, campaigns=True
     ),
@@ -445,11 +447,13 @@ BUGS = {
 
 
 def find(bug: Bug, seeds: range) -> int | None:
-    """Returns the first seed with which this bug breaks a law, or None."""
+    """Returns the first seed with which this bug breaks a law, or None. A seed that breaks one
+    without the bug does not count."""
     for seed in seeds:
         kinds = bug.kinds or tuple(FAULTS)
         scenario = bug.shape(draw(seed, kinds, campaigns=bug.campaigns))
         with bug.planted():
-            if judge(scenario).broken:
-                return seed
+            is_broken = bool(judge(scenario).broken)
+        if is_broken and not judge(scenario).broken:
+            return seed
     return None
