@@ -133,7 +133,9 @@ def _decide(
         cancel=tuple(e.rank for e in starting if e in useless),
         leave=tuple(outdated[-surplus:]) if surplus > 0 else (),
         keep=tuple(engine.rank for engine in in_vain),
-        retarget=tuple(e.rank for e in reloads if e.next_version != record.wanted),
+        retarget=tuple(
+            e.rank for e in reloads if e not in in_vain and e.next_version != record.wanted
+        ),
         is_reserved=bool(waiting),
     )
     if done.leave or done.cancel or done.keep:
