@@ -90,8 +90,7 @@ ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "
 LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
 """Faults that a message triggers."""
 LEADERS = ("kill-control", "second-manager", "stop-control", "kill-control", "gcs-away")
-"""Faults after which another manager or coordinator continues a change, or nobody does for a
-while."""
+"""Faults that leave a change to another manager or coordinator, perhaps after a while."""
 RECOVERIES = ("lose-worker", "lose-worker", "kill", "stop", "drop", "kill-ingress")
 """Faults from which an engine recovers, during which an operator changes the number of engines and
 changes it back."""

@@ -100,8 +100,8 @@ class EngineHandle:
         return self.intent in (Intent.LEAVE, Intent.DRAIN, Intent.RELOAD)
 
     def reloading(self, version: Version) -> EngineHandle:
-        """Returns the handle of the engine as which the processes continue after this one has left,
-        with the weights of `version`. This handle is no longer used."""
+        """Returns the handle of the next engine of these processes. They load the weights of
+        `version` after this engine has left. The caller must not use this handle any more."""
         if self.exit_watcher is not None:
             self.exit_watcher.cancel()
         return EngineHandle(

@@ -34,8 +34,8 @@ def test_an_engine_without_a_leave_message_has_its_whole_drain_time() -> None:
 
 
 def test_a_drain_that_begins_during_a_redeploy_is_stored() -> None:
-    """The coordinator is killed and the engine hangs, so the engine is told to leave late, and its
-    drain time starts then. A successor of the manager must know that time."""
+    """The coordinator is killed and the engine hangs, so its drain starts late. The manager must
+    store that time for its successor."""
     faults = (
         Fault("black-hole", 3.122364667201774, 6, 0.09538594720619836),
         Fault("kill", 4.505728180886727, 3, 0.08094316855905323, same=True, changing=True),

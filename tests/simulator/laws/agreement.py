@@ -43,7 +43,7 @@ def _of_coordinator(coordinator: SimCoordinator) -> Iterator[str]:
 
 
 def _of_manager(manager: ClusterManager, coordinator: SimCoordinator) -> Iterator[str]:
-    """Yields what the manager has not completed, or not told anybody."""
+    """Yields changes that the manager has not completed, or has not published."""
     if manager._state.change.stage not in (ChangeStage.SETTLED, ChangeStage.FAILED):
         yield f"the change to {manager.target} engines is {manager._state.change.stage} for ever"
     for handle in manager._fleet.handles:

@@ -75,8 +75,8 @@ class Watch:
         self.leaving: dict[Process, float] = {}
         """Engines that must leave, as the coordinator last knew, and since when."""
         self._hurried: set[Process] = set()
-        """Engines that were told to leave because of the notice of their host: they have only the
-        time of the notice, also if it is withdrawn later."""
+        """Engines that leave because their host has a notice. They have only the time of the
+        notice, even if it is withdrawn later."""
         self._staying: dict[tuple[str, int], float] = {}
         """Requests, with the number of the attempt, that stay at an unreachable engine although
         another engine could take them, and since when."""
