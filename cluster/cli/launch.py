@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from swell.cluster.api.server.api_keys import key_file_warnings
 from swell.cluster.api.server.http_server import fd_warning
 from swell.cluster.api.server_info import START_FAILED
-from swell.cluster.cli.doctor.host_checks import check_hosts
 from swell.cluster.cli.session_folder import remove_abandoned, session_folder
 from swell.cluster.cli.start.application import APP, SERVE_S, Stopped, application
 from swell.cluster.cli.start.hub_model import Download, ask_hub
@@ -133,8 +132,10 @@ def _serve_until(
         screen.state(reason + note)
 
     if address is not None:
+        from swell.cluster.cli.doctor.doctor_command import check_start
+
         screen.state("checking all hosts of the Ray cluster")
-        check_hosts(config)
+        check_start(config)
     is_lost = processes.has_lost_one
     with (
         application(config, screen.line, stop, own_ray=address is None, is_lost=is_lost) as ingress,
@@ -171,7 +172,7 @@ def _files() -> Iterator[Path]:
 @contextlib.contextmanager
 def _claimed_port(config: Config, address: str | None) -> Iterator[tuple[Config, PortClaim | None]]:
     """Yields the configuration with a port that is free here, and the claim that keeps it for this
-    process. On a Ray at `address`, `check_hosts` checks the ports of the hosts, and the ingresses
+    process. On a Ray at `address`, `check_start` checks the ports of the hosts, and the ingresses
     claim them. Raises ConfigError."""
     if address is not None:
         yield config if config.serve.port else with_chosen_port(config, "0.0.0.0"), None

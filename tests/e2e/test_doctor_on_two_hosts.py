@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swell.cluster.cli.doctor.report import Report
+from swell.cluster.cli.doctor.doctor_command import Report
 from tests.e2e.cluster import NANO
 from tests.faults import hosts as hosts_module
 from tests.faults.hosts import Hosts

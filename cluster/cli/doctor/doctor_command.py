@@ -1,66 +1,70 @@
-"""`swell doctor`: checks what the hosts need before they can serve, and prints remedies."""
+"""`swell doctor`: checks what the hosts need before they can serve, and prints a table with
+remedies, or one JSON object. `swell serve --address` runs a few of these checks before the
+start."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import secrets
+import sys
 from collections.abc import Callable, Sequence
 
-from swell.cluster.cli.doctor import (
-    check_cluster,
-    check_files,
-    check_machine,
-    check_network,
-    check_software,
+import msgspec
+
+from swell.cluster.cli.console import plain, print_table
+from swell.cluster.cli.doctor import check_cluster, check_hosts
+from swell.cluster.cli.doctor.checks import CHECKS, Finding, passed, problem
+from swell.cluster.cli.doctor.facts import (
+    HostFacts,
+    HostRequest,
+    Link,
+    Requirements,
+    StartSurvey,
+    Survey,
+    read_requirements,
 )
-from swell.cluster.cli.doctor.checks import Finding, passed, problem
-from swell.cluster.cli.doctor.facts import HostRequest, Requirements, Survey, read_requirements
 from swell.cluster.cli.doctor.probes import links
-from swell.cluster.cli.doctor.probes.fact_collector import collect
-from swell.cluster.cli.doctor.probes.link_sockets import TOKEN_BYTES, LinkListeners
-from swell.cluster.cli.doctor.probes.serve_file import read_source
-from swell.cluster.cli.doctor.report import (
-    FAILED,
-    UNREACHABLE,
-    Report,
-    print_json,
-    print_report,
-)
+from swell.cluster.cli.doctor.probes.host_facts import collect
+from swell.cluster.cli.serve_file import read_source
 from swell.cluster.cli.start import ray_settings
+from swell.cluster.cli.start.startup_error import StartupError
 from swell.configs.schema import Config, ConfigError, load
 
+FAILED, UNREACHABLE = 1, 2
 _HERE = "127.0.0.1"
+_MOST_HOSTS = 3
+"""Maximum number of hosts that a line names."""
 
 CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
     check_cluster.hosts,
     check_cluster.lost_hosts,
-    check_software.python,
-    check_software.libraries,
-    check_software.swell,
-    check_software.torch,
-    check_software.compiler,
-    check_machine.cores,
-    check_machine.memory,
-    check_machine.shared_memory,
-    check_machine.disk,
-    check_machine.temporary_files,
-    check_machine.home,
-    check_machine.open_files,
-    check_machine.gpu,
-    check_machine.gpu_versions,
-    check_machine.gpu_models,
-    check_machine.gpu_errors,
-    check_machine.gpu_memory,
-    check_network.interface,
-    check_network.ports,
-    check_network.http_port,
-    check_network.links,
-    check_network.http_links,
-    check_network.clocks,
-    check_files.files,
-    check_files.model,
-    check_files.same_files,
+    check_hosts.python,
+    check_hosts.libraries,
+    check_hosts.swell,
+    check_hosts.torch,
+    check_hosts.compiler,
+    check_hosts.cores,
+    check_hosts.memory,
+    check_hosts.shared_memory,
+    check_hosts.disk,
+    check_hosts.temporary_files,
+    check_hosts.home,
+    check_hosts.open_files,
+    check_hosts.gpu,
+    check_hosts.gpu_versions,
+    check_hosts.gpu_models,
+    check_hosts.gpu_errors,
+    check_hosts.gpu_memory,
+    check_cluster.interface,
+    check_cluster.ports,
+    check_cluster.http_port,
+    check_cluster.links,
+    check_cluster.http_links,
+    check_cluster.clocks,
+    check_cluster.files,
+    check_cluster.model,
+    check_cluster.same_files,
     check_cluster.room,
     check_cluster.free_resources,
     check_cluster.token_authentication,
@@ -69,6 +73,29 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
 )
 """All checks, in the order of the report. Each one is a function from a `Survey` to findings, and
 has the name of its check."""
+START_CHECKS: tuple[Callable[[StartSurvey], list[Finding]], ...] = (
+    check_cluster.interface,
+    check_cluster.files,
+    check_cluster.http_port,
+)
+"""The checks of `swell serve --address`: Ray may place engines, ingresses and manager on any host.
+They need only facts that a host collects at once."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """The object that `--json` prints."""
+
+    address: str | None
+    """The address of the Ray cluster; None: only this machine was checked."""
+    exit_code: int
+    """0: no finding is an error; 1: some are; 2: the cluster did not answer."""
+    errors: int
+    warnings: int
+    findings: list[Finding]
+    links: list[Link]
+    """All attempts of hosts to connect to others."""
+    hosts: dict[str, HostFacts]
+    """The facts of each host that answered."""
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -106,14 +133,16 @@ def _ask_machine(config: Config | None, requirements: Requirements, timeout_s: f
         node=_HERE,
         config=config,
         libraries=tuple(requirements.libraries),
-        salt=secrets.token_bytes(TOKEN_BYTES),
+        salt=secrets.token_bytes(links.TOKEN_BYTES),
         timeout_s=timeout_s,
     )
     facts = collect(request)
     gpus = max(len(facts.torch.gpus), len(facts.gpus.gpus))
     listeners = {}
     if facts.address is not None:
-        with contextlib.closing(LinkListeners(secrets.token_bytes(TOKEN_BYTES))) as sockets:
+        with contextlib.closing(
+            links.LinkListeners(secrets.token_bytes(links.TOKEN_BYTES))
+        ) as sockets:
             listeners[_HERE] = [sockets.open(part) for part in links.parts(config, facts.address)]
     return Survey(
         requirements=requirements,
@@ -122,6 +151,26 @@ def _ask_machine(config: Config | None, requirements: Requirements, timeout_s: f
         config=config,
         listeners=listeners,
     )
+
+
+def check_start(config: Config) -> None:
+    """Check the hosts of the connected Ray cluster. Raises ConfigError if a host cannot read a
+    file, lacks an address at `cluster.interface`, or has another server at `serve.port`, and
+    StartupError if Ray does not answer."""
+    from swell.cluster.cli.doctor.probes.ray_hosts import ClusterSilent, ask_start_facts
+
+    try:
+        survey = ask_start_facts(config)
+    except ClusterSilent as error:
+        raise StartupError(f"{error}; {CHECKS['cluster'].remedy}") from error
+    found = [finding for check in START_CHECKS for finding in check(survey)]
+    if failed := [finding for finding in found if finding.level == "error"]:
+        raise ConfigError("; ".join(map(_refusal, failed)))
+
+
+def _refusal(finding: Finding) -> str:
+    where = ", ".join(finding.hosts)
+    return f"on {where}: {plain(_summary(finding))}; {finding.remedy}"
 
 
 def run_checks(survey: Survey) -> list[Finding]:
@@ -153,3 +202,62 @@ def _report(survey: Survey, findings: Sequence[Finding], exit_code: int | None =
         links=survey.links,
         hosts=survey.hosts,
     )
+
+
+def print_json(report: Report) -> None:
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n")
+
+
+def print_report(report: Report) -> None:
+    rows = [
+        (
+            finding.level,
+            finding.check,
+            _where(finding, report),
+            plain(finding.value),
+            plain(finding.expected),
+        )
+        for finding in report.findings
+    ]
+    print_table("", ("", "check", "where", "found", "expected"), rows, left=5)
+    for finding in report.findings:
+        if finding.level != "ok":
+            where = _where(finding, report)
+            print(f"{finding.level}: {finding.check} ({where}): {plain(_summary(finding))}")
+            print(f"  -> {finding.remedy}")
+    print(_last_line(report))
+
+
+def _where(finding: Finding, report: Report) -> str:
+    hosts = finding.hosts
+    if report.address is None:
+        return "here"
+    if not hosts:
+        return "cluster"
+    if len(hosts) > 1 and set(hosts) == set(report.hosts):
+        return f"all {len(hosts)} hosts"
+    return _named(hosts)
+
+
+def _named(hosts: Sequence[str]) -> str:
+    more = len(hosts) - _MOST_HOSTS
+    return ", ".join(hosts[:_MOST_HOSTS]) + (f" and {more} more" if more > 0 else "")
+
+
+def _summary(finding: Finding) -> str:
+    expected = f"; expected: {finding.expected}" if finding.expected else ""
+    return f"{finding.value}{expected}"
+
+
+def _last_line(report: Report) -> str:
+    who = "the cluster" if report.address else "this machine"
+    if report.exit_code == UNREACHABLE:
+        return "the Ray cluster does not answer"
+    if report.errors:
+        return f"{_count(report.errors, 'error')}: {who} cannot serve"
+    warned = f"{_count(report.warnings, 'warning')}: " if report.warnings else ""
+    return f"{warned}{who} can serve"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

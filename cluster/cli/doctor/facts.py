@@ -1,9 +1,10 @@
-"""Facts of hosts: collected on each host (`fact_collector.py`), and checked by the process that
+"""Facts of hosts: collected on each host (`probes/host_facts.py`), and checked by the process that
 asked, as one `Survey`."""
 
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 
 import msgspec
 from packaging.requirements import Requirement
@@ -108,7 +109,22 @@ class RayFacts(Fact, frozen=True):
     """The folder of Ray's session, with its logs; None: unknown."""
 
 
-class HostFacts(Fact, frozen=True):
+class StartFacts(Fact, frozen=True):
+    """Facts of a host that decide whether processes of a configuration can start there."""
+
+    addresses: tuple[str, ...]
+    """`interface address`, of every interface."""
+    address: str | None
+    """The address at which the host listens; None: it lacks an address at `cluster.interface`."""
+    http_error: str | None
+    """Why an ingress cannot listen; None: it can."""
+    unreadable: dict[str, str]
+    """Configuration key -> the file that cannot be read."""
+
+
+class HostFacts(StartFacts, frozen=True):
+    """All facts of a host."""
+
     swell_digest: str
     """Digest of the source of the package `swell`."""
     python: str
@@ -123,14 +139,6 @@ class HostFacts(Fact, frozen=True):
     disks: tuple[DiskFacts, ...]
     open_files: int
     """Limit of file descriptors of a process on this host; negative: unlimited."""
-    addresses: tuple[str, ...]
-    """`interface address`, of every interface."""
-    address: str | None
-    """The address at which the host listens; None: it lacks an address at `cluster.interface`."""
-    http_error: str | None
-    """Why an ingress cannot listen; None: it can."""
-    unreadable: dict[str, str]
-    """Configuration key -> the file that cannot be read."""
     model_error: str | None
     files: dict[str, FileFacts]
     """Files of the model and adapters by name, and files that the configuration names by key."""
@@ -143,6 +151,10 @@ class HostFacts(Fact, frozen=True):
     """Why temporary files cannot be written; None: they can."""
     ray: RayFacts | None = None
     """Settings of Ray; None: collected without a Ray cluster."""
+
+
+HTTP = "http"
+"""The part for clients; the other parts are for connections between hosts."""
 
 
 class Part(Fact, frozen=True):
@@ -196,15 +208,23 @@ class Requirements(Fact, frozen=True):
     """Distribution -> specifier, such as `>=2.60,<3`."""
 
 
-class Survey(Fact, frozen=True):
+class StartSurvey(Fact, frozen=True, kw_only=True):
+    """The facts of the hosts that `swell serve --address` checks before the start."""
+
+    hosts: Mapping[str, StartFacts]
+    """Facts by Ray's address of the host."""
+    config: Config | None = None
+    engines_running: int = 0
+    """The number of running engines in the Ray cluster, of any Swell application."""
+
+
+class Survey(StartSurvey, frozen=True, kw_only=True):
     """Everything that is known about the hosts. The checks read it."""
 
     requirements: Requirements
     hosts: dict[str, HostFacts]
-    """Facts by Ray's address of the host."""
     nodes: dict[str, dict[str, float]]
     """Ray's resources by host, including hosts that did not answer."""
-    config: Config | None = None
     address: str | None = None
     """The address of the Ray cluster; None: only this machine was checked."""
     silent: dict[str, str] = {}
@@ -215,8 +235,6 @@ class Survey(Fact, frozen=True):
     """The host of Ray's GCS."""
     free: dict[str, dict[str, float]] = {}
     """The free resources of each host."""
-    engines_running: int = 0
-    """The number of running engines in the Ray cluster, of any Swell application."""
     listeners: dict[str, list[Listener]] = {}
     tried: list[tuple[str, str]] = []
     """(source, target) of all attempts to connect."""

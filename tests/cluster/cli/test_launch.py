@@ -16,10 +16,13 @@ from ray.serve.schema import ApplicationStatus
 from swell.cluster.api.server_info import START_FAILED, NotReady
 from swell.cluster.app import IngressStatus
 from swell.cluster.cli import launch
+from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.start.application import APP
+from swell.cluster.cli.start.hub_model import Download
+from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
 from swell.cluster.cli.start.waiting_reason import STARTING
-from swell.configs.schema import ServeConfig
+from swell.configs.schema import Config, ConfigError, ServeConfig, load
 
 HOST = "10.1.2.3"
 NO_ROOM = (
@@ -193,3 +196,22 @@ def test_the_shutdown_begins_also_after_an_error() -> None:
     with pytest.raises(StartupError), launch._ending_sets(stop):
         raise StartupError("no such file")
     assert stop.is_set()
+
+
+def test_the_hosts_of_a_ray_cluster_are_checked_before_the_application_is_deployed(
+    monkeypatch: pytest.MonkeyPatch, shown: list[str]
+) -> None:
+    def refuse(_config: Config) -> None:
+        raise ConfigError("on 10.1.2.3: no file")
+
+    def deploy(*_: object, **__: object) -> None:
+        raise AssertionError("deployed")
+
+    monkeypatch.setattr(doctor_command, "check_start", refuse)
+    monkeypatch.setattr(launch, "application", deploy)
+    screen: Any = SimpleNamespace(state=shown.append)
+    with pytest.raises(ConfigError, match="no file"):
+        launch._serve_until(
+            threading.Event(), load("owner/name"), HOST, screen, RayProcesses(), Download()
+        )
+    assert shown == ["checking all hosts of the Ray cluster"]

@@ -9,7 +9,7 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,12 +29,13 @@ from swell.cluster.cli.doctor.facts import (
     Part,
     RayFacts,
     Requirements,
+    StartFacts,
+    StartSurvey,
     Survey,
     Target,
 )
 from swell.cluster.cli.doctor.probes import links
-from swell.cluster.cli.doctor.probes.fact_collector import collect
-from swell.cluster.cli.doctor.probes.link_sockets import TOKEN_BYTES, LinkListeners, try_links
+from swell.cluster.cli.doctor.probes.host_facts import collect, collect_start_facts
 from swell.cluster.cli.start.ray_address import probe_address
 from swell.configs.runtime.log import first_line
 from swell.configs.runtime.secret import SecretBytes
@@ -46,6 +47,8 @@ RayNode = dict[str, Any]
 
 _GCS_S = 20.0
 """How long Ray's GCS may take to connect, to list, or to disconnect."""
+_START_S = 60.0
+"""How long a host may take to start a process and collect the facts for a start."""
 _LISTEN_S = 10.0
 _LINK_S = 5.0
 """How long one attempt to connect may take; Linux sends the first packet three times by then."""
@@ -65,98 +68,110 @@ class ClusterSilent(RuntimeError):
 def ask_cluster(
     address: str, config: Config | None, requirements: Requirements, timeout_s: float
 ) -> Survey:
-    """Ask all hosts of the cluster; each step takes up to `timeout_s`. Raises ClusterSilent."""
+    """Connect to the cluster and ask all hosts; each step takes up to `timeout_s`. Raises
+    ClusterSilent."""
     with _connected(address):
-        try:
-            nodes = within(_GCS_S, ray.nodes)
-            groups = within(_GCS_S, placement_group_table)
-            free = within(_GCS_S, available_resources_per_node)
-        except (TimeoutError, RayError) as error:
-            raise ClusterSilent(f"{address}: Ray's GCS {_reason(error, _GCS_S)}") from None
-        alive = _by_name([node for node in nodes if node["Alive"]])
-        survey = Survey(
+        nodes = _ask_gcs(address, ray.nodes)
+        groups = _ask_gcs(address, placement_group_table)
+        free = _ask_gcs(address, available_resources_per_node)
+        alive = _living(nodes)
+        with _Probes(alive, timeout_s) as probes:
+            hosts = probes.facts(config, requirements)
+            listeners = probes.listeners(config, hosts)
+            addresses = {name: facts.address or "" for name, facts in hosts.items()}
+            tried = links.pairs([name for name, found in listeners.items() if found])
+            found = probes.links(links.targets(listeners, addresses, tried))
+        return Survey(
             requirements=requirements,
-            hosts={},
+            hosts=hosts,
             nodes={name: node["Resources"] for name, node in alive.items()},
             config=config,
             address=address,
+            silent=probes.silent,
             lost=_lost(nodes),
             head=next((name for name, node in alive.items() if _HEAD in node["Resources"]), None),
             free={name: free.get(node["NodeID"], {}) for name, node in alive.items()},
             engines_running=sum(
                 group["state"] == _PLACED and _ENGINE in group["name"] for group in groups.values()
             ),
+            listeners=listeners,
+            tried=tried,
+            links=found,
         )
-        return _Inquiry(alive, survey, timeout_s).ask()
 
 
-class _Inquiry:
-    """The requests to all hosts, one step after the other."""
+def ask_start_facts(config: Config) -> StartSurvey:
+    """Ask all hosts of the connected cluster. A host that does not answer is left out: Ray will not
+    place anything on it either. Raises ClusterSilent."""
+    nodes = _living(_ask_gcs(ray.get_runtime_context().gcs_address, ray.nodes))
+    with _Probes(nodes, _START_S) as probes:
+        return StartSurvey(hosts=probes.start_facts(config), config=config)
 
-    def __init__(self, nodes: Mapping[str, RayNode], survey: Survey, timeout_s: float) -> None:
+
+class _Probes:
+    """One actor on each host, and the requests to all of them. The actors are killed at the end of
+    the context; actors that this does not reach exit with this process."""
+
+    def __init__(self, nodes: Mapping[str, RayNode], timeout_s: float) -> None:
         self._nodes = nodes
-        self._survey = survey
         self._timeout_s = timeout_s
-        self._silent: dict[str, str] = {}
-        token = secrets.token_bytes(TOKEN_BYTES)
+        self.silent: dict[str, str] = {}
+        """Hosts that left some request unanswered, and why."""
+        token = secrets.token_bytes(links.TOKEN_BYTES)
         actor: Any = ray.remote(num_cpus=0, max_restarts=0)(HostProbe)
-        self._probes = {
+        self._actors = {
             name: actor.options(
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             ).remote(token)
             for name, node in nodes.items()
         }
 
-    def ask(self) -> Survey:
-        try:
-            hosts = self._facts()
-            listeners = self._listeners(hosts)
-            addresses = {name: facts.address or "" for name, facts in hosts.items()}
-            tried = links.pairs([name for name, found in listeners.items() if found])
-            found = self._links(links.targets(listeners, addresses, tried))
-        finally:
-            with contextlib.suppress(TimeoutError, RayError):
-                within(_GCS_S, self._end)
-        return msgspec.structs.replace(
-            self._survey,
-            hosts=hosts,
-            silent=self._silent,
-            listeners=listeners,
-            tried=tried,
-            links=found,
-        )
+    def __enter__(self) -> _Probes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(TimeoutError, RayError):
+            within(_GCS_S, self._end)
 
     def _end(self) -> None:
-        """Kill the actors; actors that this does not reach exit with this process."""
-        for probe in self._probes.values():
+        for probe in self._actors.values():
             ray.kill(probe)
 
-    def _facts(self) -> dict[str, HostFacts]:
-        survey, salt = self._survey, secrets.token_bytes(TOKEN_BYTES)
+    def start_facts(self, config: Config) -> dict[str, StartFacts]:
+        calls = {
+            name: self._actors[name].start_facts.remote(config, node["NodeManagerAddress"])
+            for name, node in self._nodes.items()
+        }
+        return self._answers(calls, StartFacts, self._timeout_s)
+
+    def facts(self, config: Config | None, requirements: Requirements) -> dict[str, HostFacts]:
+        salt = secrets.token_bytes(links.TOKEN_BYTES)
         calls = {}
         for name, node in self._nodes.items():
             request = HostRequest(
                 node=node["NodeManagerAddress"],
-                config=survey.config,
-                libraries=tuple(survey.requirements.libraries),
+                config=config,
+                libraries=tuple(requirements.libraries),
                 salt=salt,
                 timeout_s=self._timeout_s,
             )
             store_bytes = int(node["Resources"].get("object_store_memory", 0))
-            calls[name] = self._probes[name].facts.remote(request, store_bytes)
+            calls[name] = self._actors[name].facts.remote(request, store_bytes)
         return self._answers(calls, HostFacts, self._timeout_s)
 
-    def _listeners(self, hosts: Mapping[str, HostFacts]) -> dict[str, list[Listener]]:
+    def listeners(
+        self, config: Config | None, hosts: Mapping[str, HostFacts]
+    ) -> dict[str, list[Listener]]:
         calls = {
-            name: self._probes[name].listen.remote(links.parts(self._survey.config, facts.address))
+            name: self._actors[name].listen.remote(links.parts(config, facts.address))
             for name, facts in hosts.items()
             if facts.address is not None
         }
         return self._answers(calls, list[Listener], _LISTEN_S)
 
-    def _links(self, targets: Mapping[str, Sequence[Any]]) -> list[Link]:
+    def links(self, targets: Mapping[str, Sequence[Target]]) -> list[Link]:
         calls = {
-            name: self._probes[name].connect.remote(name, there, _LINK_S)
+            name: self._actors[name].connect.remote(name, there, _LINK_S)
             for name, there in targets.items()
         }
         answers = self._answers(calls, list[Link], self._timeout_s)
@@ -171,10 +186,17 @@ class _Inquiry:
             try:
                 found[names[call]] = msgspec.json.decode(ray.get(call, timeout=_GCS_S), type=kind)
             except (RayError, TimeoutError, msgspec.DecodeError) as error:
-                self._silent[names[call]] = _reason(error, timeout_s)
+                self.silent[names[call]] = _reason(error, timeout_s)
         for call in names.keys() - set(done):
-            self._silent[names[call]] = _reason(TimeoutError(), timeout_s)
+            self.silent[names[call]] = _reason(TimeoutError(), timeout_s)
         return {name: found[name] for name in calls if name in found}
+
+
+def _ask_gcs(address: str, call: Callable[[], T]) -> T:
+    try:
+        return within(_GCS_S, call)
+    except (TimeoutError, RayError) as error:
+        raise ClusterSilent(f"{address}: Ray's GCS: {_reason(error, _GCS_S)}") from None
 
 
 @contextlib.contextmanager
@@ -201,11 +223,12 @@ def _connection(address: str) -> Iterator[None]:
             within(_GCS_S, ray.shutdown)
 
 
-def _by_name(nodes: Sequence[RayNode]) -> dict[str, RayNode]:
-    """Returns nodes by address; if several nodes have the same address, the start of the id is
-    appended."""
+def _living(nodes: Sequence[RayNode]) -> dict[str, RayNode]:
+    """Returns the nodes that live, by address; if several nodes have the same address, the start of
+    the id is appended."""
     found: dict[str, RayNode] = {}
-    for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
+    alive = [node for node in nodes if node["Alive"]]
+    for node in sorted(alive, key=lambda node: (node["NodeManagerAddress"], node["NodeID"])):
         name = node["NodeManagerAddress"]
         found[f"{name}/{node['NodeID'][:6]}" if name in found else name] = node
     return found
@@ -234,7 +257,11 @@ class HostProbe:
 
     def __init__(self, token: SecretBytes) -> None:
         self._token = token
-        self._listeners: LinkListeners | None = None
+        self._listeners: links.LinkListeners | None = None
+
+    def start_facts(self, config: Config, node: str) -> bytes:
+        """Returns `StartFacts`."""
+        return msgspec.json.encode(collect_start_facts(config, node))
 
     def facts(self, request: HostRequest, object_store_bytes: int) -> bytes:
         """Returns `HostFacts`."""
@@ -242,12 +269,12 @@ class HostProbe:
 
     def listen(self, parts: list[Part]) -> bytes:
         """Open listeners that live as long as this process. Returns `list[Listener]`."""
-        self._listeners = self._listeners or LinkListeners(self._token)
+        self._listeners = self._listeners or links.LinkListeners(self._token)
         return msgspec.json.encode([self._listeners.open(part) for part in parts])
 
     def connect(self, source: str, targets: list[Target], timeout_s: float) -> bytes:
         """Try to connect to the targets. Returns `list[Link]`."""
-        return msgspec.json.encode(try_links(source, targets, self._token, timeout_s))
+        return msgspec.json.encode(links.try_links(source, targets, self._token, timeout_s))
 
 
 def _ray_facts(object_store_bytes: int) -> RayFacts:

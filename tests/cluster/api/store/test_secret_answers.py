@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.sessions import session_client
-from swell.cluster.cli.doctor.probes import fact_collector
+from swell.cluster.cli.doctor.probes import host_facts
 from swell.cluster.cli.main import main
 from swell.cluster.control.cluster_status import Leftovers, describe
 from swell.cluster.control.engines.engine_handle import EngineHandle
@@ -196,7 +196,7 @@ def test_no_command_prints_a_secret(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text(TOKEN)
-    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
+    monkeypatch.setattr(host_facts, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
     url = f"http://127.0.0.1:{server.port}"
     for words in (("status",), ("status", "--json"), ("pause",), ("scale", "2")):
         for key in (ADMIN, USER, f"{ADMIN}x"):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from swell.cluster.cli.doctor.facts import (
+    HTTP,
     CpuFacts,
     DiskFacts,
     FileFacts,
@@ -110,7 +111,7 @@ def survey(count: int = 3, *, gpus: bool = False, **fields: Any) -> Survey:
         links=[
             Link(source=source, target=target, part=part, port=21020)
             for source, target in tried
-            for part in ("engines", links.HTTP)
+            for part in ("engines", HTTP)
         ],
     )
     return changed(healthy, **fields)

@@ -11,12 +11,11 @@ import pytest
 
 from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.doctor.checks import CHECKS, Finding, passed, problem
-from swell.cluster.cli.doctor.doctor_command import examine
+from swell.cluster.cli.doctor.doctor_command import Report, examine, print_report
 from swell.cluster.cli.doctor.facts import Requirements, read_requirements
-from swell.cluster.cli.doctor.probes import fact_collector, ray_hosts
-from swell.cluster.cli.doctor.probes.serve_file import read_source
-from swell.cluster.cli.doctor.report import Report, print_report
+from swell.cluster.cli.doctor.probes import host_facts, ray_hosts
 from swell.cluster.cli.main import main
+from swell.cluster.cli.serve_file import read_source
 from swell.configs.schema import Config
 from tests.cluster.cli.doctor.surveys import changed, name, survey, with_host
 from tests.test_layers import ROOT
@@ -28,7 +27,7 @@ NANO = str(ROOT / "configs" / "models" / "nano")
 @pytest.fixture(autouse=True)
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the import of torch, which takes seconds."""
-    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
+    monkeypatch.setattr(host_facts, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
 
 
 def run(capsys: Capture, *words: str) -> tuple[int, Report]:

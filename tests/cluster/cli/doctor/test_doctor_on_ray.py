@@ -16,8 +16,9 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from swell.cluster.cli.child_process import descendants
-from swell.cluster.cli.doctor.probes.ray_hosts import _by_name, _lost, _reason
-from swell.cluster.cli.doctor.report import Report
+from swell.cluster.cli.doctor.doctor_command import Report, check_start
+from swell.cluster.cli.doctor.probes.ray_hosts import _living, _lost, _reason
+from swell.configs.schema import ConfigError, load
 from tests.cluster.control.ray.real_ray import RealRay
 from tests.faults.process import title
 from tests.test_layers import ROOT
@@ -79,6 +80,16 @@ def test_two_nodes_answer_and_connect_to_each_other(world: RealRay) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_a_start_on_this_ray_is_checked_on_both_nodes(world: RealRay) -> None:
+    check_start(load(NANO, {"serve.port": 0}))
+    config = load(NANO, {"serve.port": 0, "serve.chat_template": "/nowhere/a.jinja"})
+    with pytest.raises(ConfigError, match=r"on [^;]+, [^;]+: serve\.chat_template: /nowhere/a"):
+        check_start(config)
+    assert ray.available_resources()["CPU"] == ray.cluster_resources()["CPU"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_node_that_hangs_is_named_and_the_other_is_checked(world: RealRay) -> None:
     address = ray.get_runtime_context().gcs_address
     raylet = other_raylet(world)
@@ -117,7 +128,7 @@ def node(host: str, node_id: str, *, alive: bool = True, **fields: object) -> di
 
 def test_nodes_with_one_address_are_distinguished() -> None:
     nodes = [node("10.0.0.2", "cc" * 28), node("10.0.0.1", "bb" * 28), node("10.0.0.1", "aa" * 28)]
-    found = {name: row["NodeID"][:2] for name, row in _by_name(nodes).items()}
+    found = {name: row["NodeID"][:2] for name, row in _living(nodes).items()}
     assert found == {"10.0.0.1": "aa", "10.0.0.1/bbbbbb": "bb", "10.0.0.2": "cc"}
 
 

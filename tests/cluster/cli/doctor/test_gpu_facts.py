@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.doctor.facts import Gpu, GpuFacts
-from swell.cluster.cli.doctor.probes.fact_collector import collect_gpus, parse_gpus
+from swell.cluster.cli.doctor.probes.host_facts import collect_gpus, parse_gpus
 
 ROW = "0, NVIDIA H100 80GB HBM3, 570.124.06, 81559, 4, 0\n"
 H100 = Gpu(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.doctor.probes import host_files
-from swell.cluster.cli.doctor.probes.host_files import (
+from swell.cluster.cli.doctor.probes import host_facts
+from swell.cluster.cli.doctor.probes.host_facts import (
+    collect_start_facts,
     config_files,
     local_folder,
     named_paths,
     source_digest,
-    unreadable,
 )
 from swell.configs.schema import Config, load
 
@@ -112,7 +112,7 @@ def test_the_digest_of_the_source_covers_its_files(
     for name in ("configs/__init__.py", "configs/schema.py", "kernels/__init__.py"):
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text("x = 1\n")
-    monkeypatch.setattr(host_files.configs_package, "__file__", str(top / "configs/__init__.py"))
+    monkeypatch.setattr(host_facts.configs_package, "__file__", str(top / "configs/__init__.py"))
     before = source_digest()
     (top / "configs" / "models").mkdir()
     (top / "configs" / "models" / "train.py").write_text("a script")
@@ -124,9 +124,10 @@ def test_the_digest_of_the_source_covers_its_files(
 
 def test_configured_files_are_checked_for_readability(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    paths = named_paths(load(str(tmp_path), {"serve.chat_template": "/nowhere/template.jinja"}))
-    assert sorted(paths) == ["model.path", "serve.chat_template"]
-    assert unreadable(paths) == ["serve.chat_template"]
+    config = load(str(tmp_path), {"serve.chat_template": "/nowhere/template.jinja"})
+    assert sorted(named_paths(config)) == ["model.path", "serve.chat_template"]
+    found = collect_start_facts(config, "127.0.0.1")
+    assert found.unreadable == {"serve.chat_template": "/nowhere/template.jinja"}
 
 
 def test_a_relative_name_means_the_same_file_on_every_host(

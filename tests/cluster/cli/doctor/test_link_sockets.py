@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from swell.cluster.cli.doctor.facts import Listener, Part, Target
-from swell.cluster.cli.doctor.probes.link_sockets import (
+from swell.cluster.cli.doctor.probes.links import (
     TOKEN_BYTES,
     LinkListeners,
     try_link,

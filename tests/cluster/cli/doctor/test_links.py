@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.cli.doctor.facts import Listener, Part, Target
-from swell.cluster.cli.doctor.probes.links import HTTP, pairs, parts, targets
+from swell.cluster.cli.doctor.facts import HTTP, Listener, Part, Target
+from swell.cluster.cli.doctor.probes.links import pairs, parts, targets
 from swell.configs.schema import load
 from swell.coordinator.transport.ports import CHOSEN_PORTS
 

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from swell.cluster.cli.doctor.check_network import MOST_LINKS
+from swell.cluster.cli.doctor.check_cluster import MOST_LINKS
 from swell.cluster.cli.doctor.checks import CHECKS, Finding
 from swell.cluster.cli.doctor.doctor_command import CHECK_FUNCTIONS, run_checks
 from swell.cluster.cli.doctor.facts import (
+    HTTP,
     CpuFacts,
     DiskFacts,
     FileFacts,
@@ -20,7 +21,7 @@ from swell.cluster.cli.doctor.facts import (
     Survey,
     TorchFacts,
 )
-from swell.cluster.cli.doctor.probes.links import HTTP, pairs
+from swell.cluster.cli.doctor.probes.links import pairs
 from tests.cluster.cli.doctor.surveys import (
     GIB,
     GPU,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.doctor.facts import HostFacts, HostRequest
-from swell.cluster.cli.doctor.probes import fact_collector
-from swell.cluster.cli.doctor.probes.fact_collector import collect, collect_torch, find_compiler
+from swell.cluster.cli.doctor.probes import host_facts
+from swell.cluster.cli.doctor.probes.host_facts import collect, collect_torch, find_compiler
 from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config, load
 
@@ -22,7 +22,7 @@ NODE = "127.0.0.1"
 @pytest.fixture(autouse=True)
 def _no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skips the import of torch, which takes seconds and has a test of its own."""
-    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
+    monkeypatch.setattr(host_facts, "_TORCH_PROBE", 'print(\'{"version": "2.13.0"}\')')
 
 
 def ask(config: Config | None = None) -> HostFacts:
@@ -98,7 +98,7 @@ def test_facts_of_the_installed_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_broken_torch_is_reported(
     probe: str, error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fact_collector, "_TORCH_PROBE", probe)
+    monkeypatch.setattr(host_facts, "_TORCH_PROBE", probe)
     assert collect_torch(0.3 if "sleep" in probe else 30.0).error == error
 
 

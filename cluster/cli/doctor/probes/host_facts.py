@@ -1,7 +1,12 @@
-"""Collects the facts of the host on which this runs. No checks; every wait has a timeout."""
+"""Collects the facts of the host on which this runs. No checks; every wait has a timeout.
+
+Files are compared by size and digest. This is fast even for large files: of weights only the header
+is read, which lists the name, type, shape and offset of every tensor.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -10,35 +15,35 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+import swell.configs as configs_package
 from swell.cluster.cli.doctor.facts import (
     CpuFacts,
     DiskFacts,
+    FileFacts,
     Gpu,
     GpuFacts,
     HostFacts,
     HostRequest,
     MemoryFacts,
     RayFacts,
+    StartFacts,
     TorchFacts,
 )
-from swell.cluster.cli.doctor.probes.host_files import (
-    config_files,
-    local_folder,
-    named_paths,
-    source_digest,
-    unreadable,
-)
 from swell.cluster.cli.start.private_home import home_problem, write_problem
-from swell.cluster.control.ray.http_port import claim_port
+from swell.cluster.control.ray.http_port import claim_port, listening_host
+from swell.cluster.port_claim import PortClaims
 from swell.cluster.text.model_folder import check
+from swell.configs.files.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from swell.configs.runtime.cgroups import cpu_quota, memory_limit
 from swell.configs.runtime.network import addresses, host_address
 from swell.configs.runtime.process import available_cores, available_memory_bytes
-from swell.configs.schema import Config, ConfigError
+from swell.configs.runtime.secret import SecretBytes
+from swell.configs.schema import SERVE_FILES, Config, ConfigError
 
 _TORCH_PART, _SMI_PART, _COMPILER_PART = 0.5, 0.25, 0.1
 """Shares of the host's time limit: if one of these programs hangs, the host still sends its other
@@ -64,18 +69,22 @@ _GPU_FIELDS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 _MIB = 2**20
+_FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
+_CODE = (".py", ".cpp", ".h")
+_WEIGHTS = ".safetensors"
+_READ_BYTES = 64 * 2**20
+"""Maximum number of bytes read of a file: tokenizers of large vocabularies have 40 MiB."""
+_MOST_FILES = 2000
+"""Maximum number of files of a model folder; checkpoints have some hundred."""
+_DIGEST_BYTES = 8
 
 
 def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
     """Collect all facts. `ray`: settings of this host's Ray, if it has one."""
     config = request.config
-    interface = config.cluster.interface if config else None
-    try:
-        address = host_address(interface, request.node)
-    except ValueError:
-        address = None
-    paths = named_paths(config) if config else {}
+    start = collect_start_facts(config, request.node)
     return HostFacts(
+        **msgspec.structs.asdict(start),
         swell_digest=source_digest(),
         python=platform.python_version(),
         libraries={name: _version(name) for name in request.libraries},
@@ -90,13 +99,26 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
         shm=_disk(Path("/dev/shm")),
         disks=tuple(_disks(config, ray)),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[1],
-        addresses=tuple(f"{name} {number}" for name, number in addresses()),
-        address=address,
-        http_error=_http_error(config, request.node) if config and address else None,
-        unreadable={key: paths[key] for key in unreadable(paths)},
         model_error=_model_error(config) if config else None,
         files=config_files(config, request.salt) if config else {},
         ray=ray,
+    )
+
+
+def collect_start_facts(config: Config | None, node: str) -> StartFacts:
+    """Collect the facts that decide whether processes of `config` can start on this host, which Ray
+    knows by the address `node`."""
+    interface = config.cluster.interface if config else None
+    try:
+        address = host_address(interface, node)
+    except ValueError:
+        address = None
+    paths = named_paths(config) if config else {}
+    return StartFacts(
+        addresses=tuple(f"{name} {number}" for name, number in addresses()),
+        address=address,
+        http_error=_http_error(config, node) if config and address else None,
+        unreadable={key: path for key, path in paths.items() if not os.access(path, os.R_OK)},
     )
 
 
@@ -248,9 +270,16 @@ def _disk(path: Path) -> DiskFacts | None:
 def _http_error(config: Config, node: str) -> str | None:
     try:
         claim_port(config, node)
-    except ConfigError as error:
+        PortClaims().check(listening_host(config, node), config.serve.port, _is_of_this_ray)
+    except (ValueError, OSError) as error:
         return str(error)
     return None
+
+
+def _is_of_this_ray(owner: str) -> bool:
+    from swell.cluster.serve_status import is_of_this_ray  # imports Ray Serve
+
+    return is_of_this_ray(owner)
 
 
 def _model_error(config: Config) -> str | None:
@@ -259,3 +288,88 @@ def _model_error(config: Config) -> str | None:
     except ConfigError as error:
         return str(error)
     return None
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """Returns the files that must be readable, by configuration key. Hub ids are left out: each
+    host has its own cache."""
+    serve = config.serve
+    paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
+    for name, folder in config.lora.adapters.items():
+        paths[f"lora.adapters.{name}"] = str(Path(folder, WEIGHTS_NAME))
+    if Path(config.model.path).is_absolute():
+        paths["model.path"] = str(Path(config.model.path, "config.json"))
+    if config.drafts.model is not None and Path(config.drafts.model.path).is_absolute():
+        paths["drafts.model"] = str(Path(config.drafts.model.path, "config.json"))
+    return paths
+
+
+def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
+    """Returns facts of the files of the model and of adapters, by name, and of files that `serve`
+    names, by configuration key. Files that cannot be read are left out."""
+    found: dict[str, FileFacts] = {}
+    folder = local_folder(config.model.path)
+    if folder is not None:
+        for path in sorted(_model_files(folder))[:_MOST_FILES]:
+            _add(found, path.name, path, salt)
+    for adapter, adapter_folder in config.lora.adapters.items():
+        for file_name in (CONFIG_NAME, WEIGHTS_NAME):
+            _add(found, f"{adapter}/{file_name}", Path(adapter_folder, file_name), salt)
+    for key in SERVE_FILES:
+        if name := getattr(config.serve, key):
+            _add(found, f"serve.{key}", Path(name), salt)
+    return found
+
+
+def local_folder(path: str) -> Path | None:
+    """Returns the model's folder, or the cached folder of a hub id on this host; None: not cached
+    yet."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def source_digest() -> str:
+    """Returns the digest of the source files of the package `swell` that this process runs."""
+    top = Path(str(configs_package.__file__)).parents[1]
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for path in sorted(_source_files(top)):
+        digest.update(path.relative_to(top).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _source_files(top: Path) -> Iterator[Path]:
+    """Yields the source files of packages; scripts outside packages are not installed."""
+    for floor in _FLOORS:
+        for path in (top / floor).rglob("*"):
+            if path.suffix in _CODE and (path.parent / "__init__.py").is_file():
+                yield path
+
+
+def _model_files(folder: Path) -> Iterator[Path]:
+    """Yields the model's files, without subfolders and other formats of the same weights."""
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt", _WEIGHTS):
+            yield path
+
+
+def _add(found: dict[str, FileFacts], name: str, path: Path, salt: SecretBytes) -> None:
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            length = _READ_BYTES
+            if path.suffix == _WEIGHTS:
+                length = min(length, int.from_bytes(file.read(8), "little"))
+            content = file.read(length)
+    except OSError:
+        return
+    digest = hashlib.blake2b(content, key=salt, digest_size=_DIGEST_BYTES).hexdigest()
+    found[name] = FileFacts(size_bytes=size_bytes, digest=digest)
