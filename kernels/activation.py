@@ -12,19 +12,22 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for gate_up [..., 2 * size] = [gate | up] -> new [..., size].
 
     silu(x) = x / (1 + exp(-x)), rounded to the input's type before the product, as it would be by
-    two separate modules. Backends: reference, cpu.
+    two separate modules. Backends: reference, cpu, triton.
     """
     return backends.get("activation", gate_up.device.type).silu_and_mul(gate_up)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * (1 + erf(x / sqrt(2))) / 2 -> new tensor of x's shape. Backends: reference, cpu."""
+    """x * (1 + erf(x / sqrt(2))) / 2 -> new tensor of x's shape.
+
+    Backends: reference, cpu, triton.
+    """
     return backends.get("activation", x.device.type).gelu(x)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up for gate_up [..., 2 * size] = [gate | up] -> new [..., size].
 
-    `gelu` is rounded to the input's type before the product. Backends: reference, cpu.
+    `gelu` is rounded to the input's type before the product. Backends: reference, cpu, triton.
     """
     return backends.get("activation", gate_up.device.type).gelu_and_mul(gate_up)

@@ -2,7 +2,8 @@
 
 An operation has one name (`attention`, `norm`, ...) and a module of that name in every backend that
 implements it, so `ls kernels/*/` shows the coverage. A backend that cannot run here (for example
-without a compiler) raises `BackendUnavailable` when it is imported, and the next one is used.
+without a compiler) raises `BackendUnavailable` when its package or module is imported, and the next
+one is used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from types import ModuleType
 BACKENDS: dict[str, tuple[str, ...]] = {
     # device type -> backends, the fastest first
     "cpu": ("cpu", "reference"),
-    "cuda": ("reference",),
+    "cuda": ("triton", "reference"),
 }
 
 
@@ -45,8 +46,14 @@ def load(backend: str, operation: str) -> ModuleType | None:
     """Returns the module of an operation in a backend; None if the backend lacks it or cannot run
     here."""
     name = f"swell.kernels.{backend}.{operation}"
-    if importlib.util.find_spec(name) is None:
+    if _import(f"swell.kernels.{backend}") is None or importlib.util.find_spec(name) is None:
         return None
+    return _import(name)
+
+
+@cache
+def _import(name: str) -> ModuleType | None:
+    """Returns a package or module of a backend; None if it cannot run here. It is tried once."""
     try:
         return importlib.import_module(name)
     except BackendUnavailable:

@@ -13,7 +13,10 @@ from swell.kernels import backends
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., size], weight [size] -> new [..., size] of x's type. Backends: reference, cpu."""
+    """x [..., size], weight [size] -> new [..., size] of x's type.
+
+    Backends: reference, cpu, triton.
+    """
     return backends.get("norm", x.device.type).rms_norm(x, weight, eps)
 
 
@@ -21,7 +24,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """Returns (rms_norm(x + residual), x + residual), new tensors of x's type.
 
     x, residual [..., size]; weight [size]. The sum is rounded to x's type before it is normalized.
-    Backends: reference, cpu.
+    Backends: reference, cpu, triton.
     """
     return backends.get("norm", x.device.type).add_rms_norm(x, residual, weight, eps)
 
@@ -32,6 +35,6 @@ def layer_norm(
     """Computes (y - mean(y)) / sqrt(var(y) + eps) * weight (+ bias) for y = x (+ residual).
 
     x, residual [..., size], weight, bias [size] -> new [..., size] of x's type. The sum is rounded
-    to x's type; everything else is computed in float32. Backends: reference, cpu.
+    to x's type; everything else is computed in float32. Backends: reference, cpu, triton.
     """
     return backends.get("norm", x.device.type).layer_norm(x, weight, bias, eps, residual)

@@ -82,6 +82,7 @@ LIBRARIES: dict[str, list[str]] = {
         "kernels/*",
         "engine/executor/inproc.py",
     ],
+    "triton": ["kernels/triton/*"],
     "transformers": [
         "cluster/text/tokens/tokenizer.py",
         "worker/loader.py",

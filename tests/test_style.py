@@ -71,7 +71,8 @@ count."""
 
 def wide_signatures(source: str) -> dict[str, int]:
     """Returns qualified name -> number of parameters of each function above the limit. `self` and
-    `cls` are not counted; `*args` and `**kwargs` count once each."""
+    `cls` are not counted; `*args` and `**kwargs` count once each. A Triton kernel may have more:
+    its parameters are pointers, strides and sizes."""
     return {name: count for name, count in _signatures(ast.parse(source)) if count > MAX_PARAMETERS}
 
 
@@ -80,13 +81,17 @@ def _signatures(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int]]:
         inner = prefix
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             inner = f"{prefix}{child.name}."
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_kernel(child):
             given = child.args
             named = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
             is_bound = isinstance(node, ast.ClassDef) and named[:1] in (["self"], ["cls"])
             count = len(named) - is_bound + bool(given.vararg) + bool(given.kwarg)
             yield inner.removesuffix("."), count
         yield from _signatures(child, inner)
+
+
+def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(one).startswith("triton.jit") for one in function.decorator_list)
 
 
 def test_no_signature_is_wide() -> None:
@@ -101,6 +106,7 @@ def test_parameters_are_counted() -> None:
     nine, ten = "a, b, c, d, e, f, g, h, i", "a, b, c, d, e, f, g, /, h, *, i, j"
     source = f"class A:\n    def f(self, {nine}): ...\n    async def g(self, {ten}): ...\n"
     source += f"def h({nine}, *k, **m):\n    def deep({ten}): ...\n"
+    source += f"@triton.jit\ndef kernel({ten}): ...\n"
     assert wide_signatures(source) == {"A.g": 10, "h": 11, "h.deep": 10}
 
 

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(backends.__file__).parent
 
+LEFT_BY_TRITON = {
+    *("attention", "bitmask", "cache", "inputs", "linear", "logprobs", "lora", "moe", "penalties"),
+    *("rope", "sample"),
+}
+"""Operations that the backend triton leaves to the reference."""
+
 
 @pytest.mark.parametrize("operation", backends.OPERATIONS)
 def test_the_reference_is_complete(operation):
@@ -39,9 +45,9 @@ def test_the_reference_is_complete(operation):
 
 
 def test_every_backend_file_has_an_interface():
-    """Every backend file has an interface: the reference implements all operations, and the backend
-    cpu all except those of experts."""
-    for backend, lacks in (("reference", set()), ("cpu", {"moe"})):
+    """Every backend file has an interface: the reference implements all operations, the backend cpu
+    all except those of experts, and the backend triton some."""
+    for backend, lacks in (("reference", set()), ("cpu", {"moe"}), ("triton", LEFT_BY_TRITON)):
         names = {path.stem for path in (ROOT / backend).glob("*.py")}
         operations = names - {"__init__", "arena", "build", "graph"}
         assert operations == set(backends.OPERATIONS) - lacks
@@ -49,6 +55,26 @@ def test_every_backend_file_has_an_interface():
 
 def test_an_unknown_device_uses_the_reference():
     assert backends.get("norm", "xpu").__name__ == "swell.kernels.reference.norm"
+
+
+@pytest.mark.parametrize(
+    ("triton", "reason"),
+    [("None", "install triton"), ("types.SimpleNamespace(__version__='3.5.1')", "triton is 3.5.1")],
+)
+def test_without_a_fitting_triton_one_line_is_logged_and_the_reference_is_used(triton, reason):
+    program = (
+        "import logging, sys, types; logging.basicConfig(format='LOG %(message)s')\n"
+        "from swell.kernels import backends, norm\n"
+        f"sys.modules['triton'] = {triton}\n"
+        "for name in backends.OPERATIONS:\n"
+        "    print(backends.get(name, 'cuda').__name__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.split() == [f"swell.kernels.reference.{x}" for x in backends.OPERATIONS]
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("LOG")]
+    assert reason in line and "torch computes instead" in line
 
 
 def test_without_a_compiler_one_line_is_logged_and_the_reference_is_used(tmp_path):

@@ -1,0 +1,77 @@
+"""Activations: one program for a part of a row.
+
+    out = round(act(gate)) * up          gated, x = [gate | up]
+    out = act(x)                         plain
+
+`round` is the conversion to x's type; everything else is computed in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from swell.kernels.reference import activation as reference
+from swell.kernels.triton import TYPES
+
+BLOCK = 1024
+"""Elements of a program."""
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _gelu(x):
+    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def _activate(
+    x, out, SIZE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """x [rows, SIZE], or [rows, 2 * SIZE] if GATED; out [rows, SIZE]."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    start = row * SIZE * (2 if GATED else 1)
+    value = ACT(tl.load(x + start + columns, mask=inside, other=0.0).to(tl.float32))
+    if GATED:
+        up = tl.load(x + start + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32) * up
+    tl.store(out + row * SIZE + columns, value, mask=inside)
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.silu_and_mul`."""
+    if gate_up.dtype not in TYPES:
+        return reference.silu_and_mul(gate_up)
+    return _run(_silu, gate_up, gated=True)
+
+
+def gelu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu_and_mul`."""
+    if gate_up.dtype not in TYPES:
+        return reference.gelu_and_mul(gate_up)
+    return _run(_gelu, gate_up, gated=True)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu`."""
+    if x.dtype not in TYPES:
+        return reference.gelu(x)
+    return _run(_gelu, x, gated=False)
+
+
+def _run(act, x: Tensor, *, gated: bool) -> Tensor:
+    """x [..., in] -> new [..., in / 2] if gated, otherwise [..., in]."""
+    x = x.contiguous()
+    size = x.shape[-1] // 2 if gated else x.shape[-1]
+    out = torch.empty((*x.shape[:-1], size), dtype=x.dtype, device=x.device)
+    if rows := out.numel() // max(1, size):
+        _activate[(rows, triton.cdiv(size, BLOCK))](x, out, size, act, gated, BLOCK)
+    return out

@@ -1,0 +1,42 @@
+"""Activations, with and without a gate."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from swell.kernels.triton.activation import gelu, gelu_and_mul, silu_and_mul
+from tests.kernels.triton.oracle import TYPES, close, rounds_like
+
+pytestmark = pytest.mark.slow
+
+
+def launches(dtype: torch.dtype) -> Iterator[None]:
+    """Launches the kernels in a size of models."""
+    x = torch.empty(2, 2 * 3072, dtype=dtype)
+    yield silu_and_mul(x)
+    yield gelu_and_mul(x)
+    yield gelu(x)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (1, 8), (2, 2 * 1025)])
+def test_gated(dtype, shape):
+    """The activation is rounded before the product."""
+    x = (torch.randn(shape) * 3).to(dtype)
+    x[:1, :4] = torch.tensor([-200.0, 90.0, -6.0, 0.0])
+    gate, up = x.double().chunk(2, dim=-1)
+    silu = (gate / (1 + torch.exp(-gate))).to(dtype).double()
+    rounds_like(silu_and_mul(x), silu * up, dtype)
+    whole = (gate * (1 + torch.erf(gate / 2**0.5)) / 2).to(dtype).double()
+    # 1 + erf(x) loses bits, so that a few more elements are rounded to the other side.
+    close(gelu_and_mul(x), whole * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_gelu(dtype):
+    x = (torch.randn(2, 3, 100) * 3).to(dtype)
+    wide = x.double()
+    close(gelu(x), wide * (1 + torch.erf(wide / 2**0.5)) / 2, dtype)

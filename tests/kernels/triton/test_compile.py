@@ -1,0 +1,102 @@
+"""Every kernel compiles for three generations of GPUs without a GPU, within its budget.
+
+Launches of the product's own functions are compiled instead of run, so that the variants are those
+that the product would launch.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from swell.kernels import triton as column
+from tests.kernels.triton import test_activation, test_norm
+from tests.kernels.triton.oracle import TYPES
+
+pytestmark = pytest.mark.slow
+
+SHARED_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
+"""Compute capability -> the most shared memory of one program: A100, H100 and H200, B200."""
+
+
+class Budget(NamedTuple):
+    launches: Callable[[torch.dtype], Iterable[None]]
+    """Launches every variant of the operation for a type."""
+    shared_bytes: int
+    """Shared memory of a program. At most half of a multiprocessor's lets two programs run."""
+
+
+BUDGETS = {
+    "activation": Budget(test_activation.launches, 0),
+    "norm": Budget(test_norm.launches, 128),
+}
+"""Operation -> its budget."""
+
+
+def test_every_operation_has_a_budget():
+    files = {path.stem for path in Path(column.__file__).parent.glob("*.py")}
+    assert files - {"__init__"} == set(BUDGETS)
+
+
+class _Machine:
+    """A machine with a GPU, as far as compiling needs one. Triton caches kernels by device."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture(params=SHARED_BYTES, ids=lambda capability: f"sm_{capability}")
+def compiled(request, monkeypatch) -> list[Any]:
+    """Returns the kernels that are compiled in this test, for one GPU."""
+    kernels = []
+
+    def compile_only(self: JITFunction, *args: Any, warmup: bool, **kwargs: Any) -> None:
+        kernels.append(run(self, *args, warmup=True, **kwargs))
+
+    run = JITFunction.run
+    monkeypatch.setattr(driver, "_active", _Machine(request.param))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return kernels
+
+
+def spilled_bytes(kernel: Any, folder: Path) -> int:
+    """Returns the bytes of local memory of a thread: registers that are spilled."""
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    stacks = re.findall(r"STACK:(\d+)", usage) + re.findall(r"LOCAL:(\d+)", usage)
+    assert len(stacks) == 2, usage
+    return sum(map(int, stacks))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("operation", BUDGETS)
+def test_kernels_compile_within_their_budget(operation, dtype, compiled, tmp_path):
+    budget = BUDGETS[operation]
+    for _ in budget.launches(dtype):
+        pass
+    assert compiled
+    for kernel in {kernel.hash: kernel for kernel in compiled}.values():
+        arch = kernel.metadata.target.arch
+        assert kernel.metadata.shared <= min(budget.shared_bytes, SHARED_BYTES[arch]), kernel.name
+        assert spilled_bytes(kernel, tmp_path) == 0, kernel.name
