@@ -55,8 +55,9 @@ def paged_attention(
 
     q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
     [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple of
-    `kv_heads`. Rows may have zero query tokens. Backends: reference, cpu (float32, bfloat16; there
-    the result of a token does not depend on its batch or chunk).
+    `kv_heads`. Rows may have zero query tokens. Tokens after the last row are padding (see
+    `swell.kernels.inputs`), and their results are undefined. Backends: reference, cpu (float32,
+    bfloat16; there the result of a token does not depend on its batch or chunk).
     """
     return backends.get("attention", q.device.type).paged_attention(
         q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap, lookahead=lookahead

@@ -1,4 +1,16 @@
-"""The inputs of a step, gathered from tables: token ids, positions, and slots in the cache."""
+"""The inputs of a step, gathered from tables: token ids, positions, and slots in the cache.
+
+A CUDA graph has fixed sizes, so a step that it computes is padded to a `Bucket`. Every operation
+accepts the padding, which has no effect on the cache, the tables, or the results of the step:
+
+    input_ids, positions   0 from `tokens` on
+    slot_mapping           -1 from `tokens` on: `write_kv` writes nothing
+    query_start            `tokens` from `rows` on: rows without tokens
+    context_tokens         0 from `rows` on
+    samples                (0, -1, 0) from `samples` on: `write_tokens` writes nothing
+
+The results of padded tokens and samples are undefined.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +33,15 @@ class Sizes(NamedTuple):
     """The most tokens of one row."""
     max_context_tokens: int
     """The most tokens of one row in the cache, including those of this step."""
+
+
+class Bucket(NamedTuple):
+    """The sizes to which a step is padded."""
+
+    tokens: int
+    rows: int
+    samples: int
+    max_query_tokens: int
 
 
 class Inputs(NamedTuple):
@@ -71,11 +92,19 @@ class Gather(Protocol):
     """Fills the inputs of one step after the other; never waits for the device."""
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
+        self,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        samples: list[int],
+        bucket: Bucket | None = None,
     ) -> Sizes:
-        """Fills the inputs of a step. Row r computes `counts[r]` tokens, from position `starts[r]`
-        on, of the request at `slots[r]`, and samples a token after each of its last `samples[r]`
-        positions.
+        """Fills the inputs of a step, and the padding up to the sizes of `bucket`. Row r computes
+        `counts[r]` tokens, from position `starts[r]` on, of the request at `slots[r]`, and samples
+        a token after each of its last `samples[r]` positions.
+
+        Returns the sizes of the step itself. It must fit into the bucket, and the bucket into the
+        inputs.
 
         Raises `IndexError` for a row outside of the tables (including the position of its last
         sampled token) or with more samples than tokens, and `ValueError` for more tokens, rows or
@@ -95,9 +124,11 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
-    """Sets token_ids[slots[i], positions[i]] = tokens[i]; all [S] int64, and token_ids as in
-    `make_gather`. Raises `IndexError` for an index outside of the table, except in a replay, for
-    which the `Gather` has checked it. Backends: reference, cpu."""
+    """Sets token_ids[slots[i], positions[i]] = tokens[i], except where slots[i] is -1 (padding).
+
+    All [S] int64, and token_ids as in `make_gather`. Raises `IndexError` for an index outside of
+    the table, except in a replay, for which the `Gather` has checked it. Backends: reference, cpu.
+    """
     backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
 
 
@@ -112,6 +143,15 @@ def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
             raise ValueError(
                 f"a step has {count} {what}, but there is room for {room}: the scheduler has lost "
                 "count"
+            )
+
+
+def check_bucket(sizes: Sizes, bucket: Bucket) -> None:
+    """Raises `ValueError` if a step does not fit into its bucket."""
+    for name, room in bucket._asdict().items():
+        if getattr(sizes, name) > room:
+            raise ValueError(
+                f"a step has {name}={getattr(sizes, name)}, but its bucket has only {room}"
             )
 
 

@@ -14,6 +14,7 @@ struct CacheArgs {
 SWELL_API void swell_write_kv(const CacheArgs* args) {
   const CacheArgs a = *args;
   parallel_for_each(a.tokens, a.tokens * a.kv_heads * a.head_bytes / 4, [&a](int64_t t) {
+    if (a.slots[t] < 0) return;  // padding
     const int64_t block = a.slots[t] / a.block_tokens, offset = a.slots[t] % a.block_tokens;
     char* to_k = a.k_cache + block * a.k_block_stride + offset * a.head_bytes;
     char* to_v = a.v_cache + block * a.v_block_stride + offset * a.head_bytes;

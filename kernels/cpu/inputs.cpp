@@ -11,11 +11,27 @@ struct GatherArgs {
   int32_t *query_start, *context_tokens, *block_table;  // block_table [room_rows][max_blocks]
   int64_t* samples;  // [3][room_samples]: index of the token before, slot, position
   int64_t room_tokens, room_rows, room_samples;
+  int64_t padded_tokens, padded_rows, padded_samples;  // 0: not padded
   int64_t tokens, samples_count, max_query, max_context;  // results
 
   bool holds(int64_t slot, int64_t begin, int64_t end, int64_t sampled) const {
     return 0 <= slot && slot < slots && 0 <= begin && begin <= end && end + (sampled > 0) <= width &&
            end <= max_blocks * block_tokens && sampled <= std::max<int64_t>(end - begin, 1);
+  }
+
+  void pad(int64_t rows) const {
+    for (int64_t t = tokens; t < padded_tokens; t++) {
+      input_ids[t] = positions[t] = 0;
+      slot_mapping[t] = -1;
+    }
+    for (int64_t row = rows; row < padded_rows; row++) {
+      query_start[row + 1] = int32_t(tokens);
+      context_tokens[row] = 0;
+    }
+    for (int64_t s = samples_count; s < padded_samples; s++) {
+      samples[s] = samples[2 * room_samples + s] = 0;
+      samples[room_samples + s] = -1;
+    }
   }
 };
 
@@ -52,6 +68,7 @@ SWELL_API int64_t swell_gather_inputs(GatherArgs* a, int64_t rows) {
     a->max_query = std::max(a->max_query, counts[row]);
     a->max_context = std::max(a->max_context, end);
   }
+  a->pad(rows);
   return rows;
 }
 
@@ -65,6 +82,7 @@ struct WriteArgs {
 SWELL_API void swell_write_tokens(WriteArgs* a) {
   for (int64_t i = a->written = 0; i < a->count; a->written = ++i) {
     const int64_t slot = a->at[i], position = a->positions[i];
+    if (slot == -1) continue;  // padding
     if (slot < 0 || slot >= a->slots || position < 0 || position >= a->width) return;
     a->token_ids[slot * a->width + position] = int32_t(a->tokens[i]);
   }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swell.kernels.cpu.build import library
 from swell.kernels.cpu.graph import INT, POINTER, Function
-from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
+from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes, check_bucket, check_room, outside
 
 _INPUTS = ("input_ids", "positions", "slot_mapping", "query_start", "context_tokens", "block_table")
 
@@ -23,10 +23,12 @@ class _Arguments(ctypes.Structure):
         *((name, INT) for name in ("slots", "width", "max_blocks", "block_tokens")),
         *((name, POINTER) for name in (*_INPUTS, "samples")),
         *((name, INT) for name in ("room_tokens", "room_rows", "room_samples")),
+        *((name, INT) for name in ("padded_tokens", "padded_rows", "padded_samples")),
         *((name, INT) for name in ("tokens", "samples_count", "max_query", "max_context")),
     ]
 
 
+_UNPADDED = Bucket(0, 0, 0, 0)
 _gather = library().swell_gather_inputs
 _gather.argtypes, _gather.restype = [POINTER, INT], INT
 _write = Function(
@@ -53,22 +55,34 @@ class _Gather:
             self._columns.ctypes.data, token_ids.data_ptr(), block_table.data_ptr(),
             *token_ids.shape, block_table.shape[1], block_tokens,
             *(getattr(out, name).data_ptr() for name in _INPUTS), out.samples.data_ptr(),
-            len(out.input_ids), rows, out.samples.shape[1],
+            len(out.input_ids), rows, out.samples.shape[1], 0, 0, 0,
         )  # fmt: skip
         assert out.block_table.shape[1] == block_table.shape[1]
         self._address = ctypes.addressof(self._arguments)
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
+        self,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        samples: list[int],
+        bucket: Bucket | None = None,
     ) -> Sizes:
-        rows, found = len(slots), self._arguments
-        check_room(0, rows, 0, self._references[2])
+        rows, found, out = len(slots), self._arguments, self._references[2]
+        check_room(0, rows, 0, out)
+        padded = bucket or _UNPADDED
+        check_room(padded.tokens, padded.rows, padded.samples, out)
+        found.padded_tokens, found.padded_rows = padded.tokens, padded.rows
+        found.padded_samples = padded.samples
         self._columns[:, :rows] = (slots, starts, counts, samples)
         done = _gather(self._address, rows)
-        check_room(found.tokens, rows, found.samples_count, self._references[2])
+        check_room(found.tokens, rows, found.samples_count, out)
         if done < rows:
             raise outside(done, slots[done], starts[done], self._references[0])
-        return Sizes(found.tokens, rows, found.samples_count, found.max_query, found.max_context)
+        sizes = Sizes(found.tokens, rows, found.samples_count, found.max_query, found.max_context)
+        if bucket is not None:
+            check_bucket(sizes, bucket)
+        return sizes
 
 
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from swell.kernels.device_copy import to_device
-from swell.kernels.inputs import Gather, Inputs, Sizes, check_room, outside
+from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes, check_bucket, check_room, outside
+from swell.kernels.reference.padding import without_padding
 
 
 class _Gather:
@@ -18,7 +19,12 @@ class _Gather:
         self._block_tokens = block_tokens
 
     def __call__(
-        self, slots: list[int], starts: list[int], counts: list[int], samples: list[int]
+        self,
+        slots: list[int],
+        starts: list[int],
+        counts: list[int],
+        samples: list[int],
+        bucket: Bucket | None = None,
     ) -> Sizes:
         check_room(sum(counts), len(slots), sum(samples), self._out)
         columns = np.array([slots, starts, counts, samples], dtype=np.int64)
@@ -46,6 +52,8 @@ class _Gather:
         rows, sampling = packed.split([3 * sizes.rows, 3 * sizes.samples])
         self._fill(rows.view(3, -1), sizes)
         self._out.samples[:, : sizes.samples] = sampling.view(3, -1)
+        if bucket is not None:
+            self._pad(sizes, bucket)
         return sizes
 
     def _check(self, columns: np.ndarray) -> None:
@@ -80,6 +88,19 @@ class _Gather:
         index, offset = positions // self._block_tokens, positions % self._block_tokens
         out.slot_mapping[: sizes.tokens] = tables[rows, index].long() * self._block_tokens + offset
 
+    def _pad(self, sizes: Sizes, bucket: Bucket) -> None:
+        check_bucket(sizes, bucket)
+        check_room(bucket.tokens, bucket.rows, bucket.samples, self._out)
+        out, tokens = self._out, slice(sizes.tokens, bucket.tokens)
+        out.input_ids[tokens].zero_()
+        out.positions[tokens].zero_()
+        out.slot_mapping[tokens].fill_(-1)
+        out.query_start[sizes.rows + 1 : bucket.rows + 1].fill_(sizes.tokens)
+        out.context_tokens[sizes.rows : bucket.rows].zero_()
+        padding = out.samples[:, sizes.samples : bucket.samples]
+        padding.zero_()
+        padding[1].fill_(-1)
+
 
 def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: Inputs) -> Gather:
     """See `swell.kernels.inputs.make_gather`."""
@@ -88,4 +109,8 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
 
 def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Tensor) -> None:
     """See `swell.kernels.inputs.write_tokens`."""
-    token_ids.index_put_((slots, positions), tokens.int())
+    if not len(slots):
+        return
+    source, at, writes = without_padding(slots)
+    where = at, positions[source]
+    token_ids.index_put_(where, torch.where(writes, tokens[source].int(), token_ids[where]))
