@@ -1,17 +1,17 @@
 """Repeats a fixed sequence of operations without running its Python code again.
 
-This works like CUDA graphs: `capture` records the operations of the compiled backend that a
-function calls on tensors of the largest sizes, without computing anything; `replay` computes them
-in the current sizes.
+`capture` records the operations that a function calls on tensors of given sizes; `replay` computes
+them with the current contents of the function's inputs, which must keep their memory. A graph of
+the CPU backend computes any sizes up to those of the capture. A CUDA graph computes exactly the
+sizes of the capture, so a smaller step is padded to them (see `swell.kernels.inputs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels import backends
 
@@ -20,20 +20,48 @@ class NotCapturableError(RuntimeError):
     """Raised when a function computes something that a replay would omit."""
 
 
+class Traits(NamedTuple):
+    """How the graphs of a backend work."""
+
+    has_fixed_sizes: bool
+    """Whether a graph computes exactly the sizes of its capture."""
+    accepts_torch: bool
+    """Whether a graph repeats torch's own operations, not only those of the backend."""
+    is_asynchronous: bool
+    """Whether `replay` returns before its results are computed, so that they may still be in use
+    when the next replay begins."""
+
+
 class Graph(Protocol):
     def replay(self, *sizes: int) -> None:
         """Computes the first rows of the captured results from the current values of the inputs.
-        `sizes` are the numbers of rows, in the order of the capture's sizes."""
+        `sizes` are the numbers of rows, in the order of the capture's sizes; a graph with fixed
+        sizes ignores them."""
 
     @property
     def progress(self) -> int:
-        """Operations computed by all replays, including one in progress. May be read from any
-        thread."""
+        """Operations computed by all replays, including one in progress, or, where the host cannot
+        see them, the number of replays. May be read from any thread."""
+
+
+class _Backend(Protocol):
+    """The module `graph` of a backend."""
+
+    TRAITS: Traits
+
+    def capture(
+        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+    ) -> tuple[list[Tensor], Graph]: ...
 
 
 def can_capture(device: str) -> bool:
-    """Whether a backend of a device type can record its operations."""
+    """Whether the fastest backend of a device type can record its operations."""
     return backends.load(backends.BACKENDS[device][0], "graph") is not None
+
+
+def traits(device: str) -> Traits:
+    """Returns how the graphs of a device type work. Requires `can_capture(device)`."""
+    return _backend(device).TRAITS
 
 
 def capture(
@@ -42,39 +70,13 @@ def capture(
     """Records what a function computes. Returns its results, not filled yet, and the graph that
     fills them.
 
-    The function's inputs must keep their memory. The number of rows of each operation that it calls
-    must be one of `sizes`, which must differ, and each row must be computed by itself. Raises
-    `NotCapturableError` if the function does anything except allocating, viewing and passing
-    tensors between operations of the backend, or if one of these has another number of rows.
-    Backends: cpu.
+    The function may be called more than once, with the current contents of its inputs. Each row
+    must be computed by itself. Raises `NotCapturableError` if a replay would omit something that
+    the function does. Backends: cpu (each operation has one of `sizes` rows, and these differ),
+    triton.
     """
-    assert len(set(sizes)) == len(sizes)
-    with backends.get("graph", device).recorded(sizes) as graph, _OnlyViews() as views:
-        results = run()
-    graph.finish(views.made, results)
-    return results, graph
+    return _backend(device).capture(run, sizes)
 
 
-_MAKERS = ("empty", "empty_like", "empty_strided")
-_VIEWS = (
-    *("alias", "as_strided", "detach", "expand", "flatten", "narrow", "permute", "select", "slice"),
-    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
-)
-
-
-class _OnlyViews(TorchDispatchMode):
-    """Allows only operations that need not be replayed, and remembers the tensors that were
-    made."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations
-        self.made: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        result = func(*args, **(kwargs or {}))
-        if name in _MAKERS:
-            self.made.append(result)
-        elif name not in _VIEWS:
-            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
-        return result
+def _backend(device: str) -> _Backend:
+    return cast("_Backend", backends.get("graph", device))

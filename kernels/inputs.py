@@ -1,7 +1,7 @@
 """The inputs of a step, gathered from tables: token ids, positions, and slots in the cache.
 
 A CUDA graph has fixed sizes, so a step that it computes is padded to a `Bucket`. Every operation
-accepts the padding, which has no effect on the cache, the tables, or the results of the step:
+ignores the padding: the cache, the tables and the results are those of the step itself.
 
     input_ids, positions   0 from `tokens` on
     slot_mapping           -1 from `tokens` on: `write_kv` writes nothing

@@ -7,6 +7,7 @@ results are returned as an `AsyncModelRunnerOutput`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -32,6 +33,7 @@ from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.buckets import Buckets
 from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
@@ -160,11 +162,18 @@ class ModelRunner:
         self.adapters = AdapterSlots(args.adapters, max(step_tokens, rows), device)
         self.feedback = make_feedback(mesh, self.states)
         self.dp_sync = args.dp_sync
-        self.batches = BatchBuilder(self.states, self.blocks, step_tokens, args.draft_tokens)
         self._make_intermediate = (
             model.make_empty_intermediate if isinstance(model, SupportsPP) else None
         )
         self._model_step = make_forward(model, self.states, mesh)
+        self._buckets = (
+            Buckets(rows, step_tokens, args.draft_tokens)
+            if self._model_step.needs_buckets
+            else None
+        )
+        self.batches = BatchBuilder(
+            self.states, self.blocks, step_tokens, args.draft_tokens, self._buckets
+        )
         self._reads_all = self.routes is not None or args.draft_model.reads_hidden
         self._draft_runner = args.draft_model.make_runner(self.states, self.blocks, step_tokens)
         # The engine does not plan further ahead than this, so an older send has been received.
@@ -182,6 +191,17 @@ class ModelRunner:
         """Counts the operations computed without calling the model's layers. May be read from any
         thread."""
         return self._model_step.progress + self._draft_runner.progress
+
+    @torch.inference_mode()
+    def capture_steps(self, on_progress: Callable[[], None]) -> None:
+        """Captures the steps in which every row computes one token, where each of their sizes is
+        captured by itself. Others are captured when they first occur. Calls `on_progress` after
+        each capture."""
+        for bucket in reversed(self._buckets.decode if self._buckets else []):
+            batch = self.batches.build_empty(bucket)  # the largest first: others use its memory
+            for head in HeadOutput:
+                self._model_step.capture(batch, head)
+                on_progress()
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:

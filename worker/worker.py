@@ -98,6 +98,9 @@ class Worker:
         self._offload: OffloadStore | None = None
         self._block_files: BlockFiles | None = None
         self._routes: RouteRecorder | None = None
+        self._has_captured = False
+        """Whether steps were captured at the start. A later runner captures each when it occurs, so
+        that no request waits until all are captured."""
         self._progress_counter = 0
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
         """The arguments of `init_cache`."""
@@ -262,6 +265,9 @@ class Worker:
         refusal = ""
         if not plan.keep_states and self._cache_size is not None:
             refusal = self._follow(plan)
+        if self.runner is not None and not self._has_captured:
+            self._has_captured = True
+            self.runner.capture_steps(self._count_progress)
         return Regrouped(self.rank, plan.generation, moved, loaded, refusal, self._freed_bytes)
 
     def abort(self, generation: int | None = None) -> None:

@@ -1,5 +1,5 @@
 """Calls compiled functions. Each one accepts one struct of arguments, so calls can be recorded and
-replayed together, with other numbers of rows.
+replayed together, with other numbers of rows. While they are recorded, nothing is computed.
 
 A recording stores addresses: its inputs must be written to the tensors that were used during the
 recording, and its results are in the tensors that it returned then. All intermediate tensors share
@@ -11,17 +11,20 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import le
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels.cpu.arena import Lifetime, assign_offsets
 from swell.kernels.cpu.build import library
-from swell.kernels.graph import NotCapturableError
+from swell.kernels.graph import NotCapturableError, Traits
+
+TRAITS = Traits(has_fixed_sizes=False, accepts_torch=False, is_asynchronous=False)
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -135,6 +138,43 @@ class _Current(threading.local):
 
 
 _current = _Current()
+
+
+def capture(
+    run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+) -> tuple[list[Tensor], Recording]:
+    """See `swell.kernels.graph.capture`. The function may only allocate, view and pass tensors
+    between operations of this backend."""
+    assert len(set(sizes)) == len(sizes)
+    with recorded(sizes) as recording, _OnlyViews() as views:
+        results = run()
+    recording.finish(views.made, results)
+    return results, recording
+
+
+_MAKERS = ("empty", "empty_like", "empty_strided")
+_VIEWS = (
+    *("alias", "as_strided", "detach", "expand", "flatten", "narrow", "permute", "select", "slice"),
+    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
+)
+
+
+class _OnlyViews(TorchDispatchMode):
+    """Allows only operations that need not be replayed, and remembers the tensors that were
+    made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        result = func(*args, **(kwargs or {}))
+        if name in _MAKERS:
+            self.made.append(result)
+        elif name not in _VIEWS:
+            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
+        return result
 
 
 @contextmanager

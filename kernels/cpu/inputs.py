@@ -27,6 +27,10 @@ class _Arguments(ctypes.Structure):
         *((name, INT) for name in ("tokens", "samples_count", "max_query", "max_context")),
     ]
 
+    def pad_to(self, bucket: Bucket) -> None:
+        self.padded_tokens, self.padded_rows = bucket.tokens, bucket.rows
+        self.padded_samples = bucket.samples
+
 
 _UNPADDED = Bucket(0, 0, 0, 0)
 _gather = library().swell_gather_inputs
@@ -72,8 +76,7 @@ class _Gather:
         check_room(0, rows, 0, out)
         padded = bucket or _UNPADDED
         check_room(padded.tokens, padded.rows, padded.samples, out)
-        found.padded_tokens, found.padded_rows = padded.tokens, padded.rows
-        found.padded_samples = padded.samples
+        found.pad_to(padded)
         self._columns[:, :rows] = (slots, starts, counts, samples)
         done = _gather(self._address, rows)
         check_room(found.tokens, rows, found.samples_count, out)

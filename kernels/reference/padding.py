@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class Targets(NamedTuple):
-    """Where the entries of a padded write go. A padded entry repeats the write of an entry that is
-    not padding; if all are padding, each writes what place 0 holds already."""
+    """The targets of the entries of a padded write. A padded entry repeats the write of an entry
+    that is not padding; if all are padding, each writes what place 0 holds already."""
 
     source: Tensor
     """[N] int64: the entry whose values are written."""

@@ -1,4 +1,4 @@
-"""A padded step has the results of the step itself, whatever its padding contains, and changes
+"""A padded step has the results of the step itself, for any contents of its padding, and changes
 nothing else."""
 
 from __future__ import annotations

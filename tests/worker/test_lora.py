@@ -146,11 +146,11 @@ def test_steps_with_and_without_adapters_are_captured_separately(llama: Folders)
         assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=names)) == expected
         forward = llm._engine.core.executor._worker.runner._model_step
         assert isinstance(forward, CapturedForward)
-        assert True in [captured.adapted for captured in forward._captured]
+        assert True in [key.has_adapters for key in forward._captured]
         before = forward.progress
         assert ids_of(llm.generate(PROMPTS, GREEDY)) == llama.reference[""]
         assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=names)) == expected
-        assert sorted(captured.adapted for captured in forward._captured) == [False, True]
+        assert sorted(key.has_adapters for key in forward._captured) == [False, True]
         assert forward.progress > before
 
 

@@ -31,6 +31,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import Model
 from swell.worker.sample.sampler import PendingProposals, SamplerOutput
 from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.buckets import Buckets
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.request_states import RequestStates
@@ -156,10 +157,13 @@ class DraftRunner(ProposingRunner):
         """`model`: a whole model, whose attention layers are bound to caches of the blocks in
         `blocks`; `max_tokens`: the most tokens of one step."""
         super().__init__(states, blocks)
-        # A row with proposals has one token more than in the step.
-        self._batches = BatchBuilder(states, blocks, max_tokens + states.max_rows)
         alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
         self._forward = make_forward(model, states, alone)
+        # A row with proposals has one token more than in the step.
+        step_tokens = max_tokens + states.max_rows
+        needs_buckets = self._forward.needs_buckets
+        buckets = Buckets(states.max_rows, step_tokens) if needs_buckets else None
+        self._batches = BatchBuilder(states, blocks, step_tokens, buckets=buckets)
 
     @property
     def progress(self) -> int:

@@ -1,22 +1,23 @@
 """The forward pass of a step, from token ids to logits or argmax, replayed without Python.
 
 With few tokens, the Python that calls a layer's operations takes longer than the operations
-themselves; with 64 rows it takes a tenth of a step. So the first step is captured (see
-`swell.kernels.graph`) with the largest sizes, on input tensors that every step fills before it
-replays the captured operations.
+themselves; with 64 rows it takes a tenth of a step on a CPU, and most of a step on a GPU. So a step
+is captured once (see `swell.kernels.graph`), on input tensors that every step fills before it
+replays the captured operations: on a CPU with the largest sizes, on a GPU once for each bucket (see
+`buckets.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from swell.kernels.graph import NotCapturableError, can_capture, capture
-from swell.kernels.inputs import Sizes
+from swell.kernels.graph import NotCapturableError, Traits, can_capture, capture, traits
+from swell.kernels.inputs import Bucket, Sizes
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import ComputesLogits, Model, SupportsLayerTaps
 from swell.worker.step.input_batch import InputBatch
@@ -25,8 +26,8 @@ from swell.worker.step.layer_taps import NO_TAPS
 from swell.worker.step.request_states import RequestStates
 
 MAX_SAMPLES = 128
-"""A step with more samples is not captured: its Python overhead hardly matters, and its logits take
-memory."""
+"""A step with more samples is not captured on a CPU: its Python overhead hardly matters, and its
+logits take memory."""
 
 
 class HeadOutput(Enum):
@@ -55,6 +56,15 @@ class Forward:
         input of the next stage. `head`: the output that the next call of `head` will compute."""
         return self._model(batch, intermediate)
 
+    @property
+    def needs_buckets(self) -> bool:
+        """Whether only steps that are padded to a bucket can be captured."""
+        return False
+
+    def capture(self, batch: InputBatch, head: HeadOutput) -> None:
+        """Captures the steps of the batch's bucket now, if they can be captured, so that the first
+        of them need not."""
+
     def take_layer_inputs(self) -> list[Tensor]:
         """Returns the captured layer inputs of the last call of `hidden` (see `LayerTaps`)."""
         return self._taps.take()
@@ -77,22 +87,42 @@ class Forward:
         return 0
 
 
+class _Key(NamedTuple):
+    """The steps that a capture computes."""
+
+    head: HeadOutput
+    has_adapters: bool
+    bucket: Bucket | None
+    """None: steps of all sizes."""
+
+
 class CapturedForward(Forward):
     """A forward pass that replays captured operations, for a model with a single pipeline stage.
-    Its results are valid until the next call."""
+
+    Its results are valid until the next call; on a GPU, for operations that are queued before the
+    next call. Sampled tokens and their logits, which are copied to the host while the next steps
+    are computed, stay valid.
+    """
 
     def __init__(self, model: Model, states: RequestStates) -> None:
         super().__init__(model, states)
-        self._captured: tuple[_Captured, ...] = ()
-        """At most two captures for each `HeadOutput`: with and without adapters."""
+        self._traits = traits(states.token_ids.device.type)
+        self._captured: dict[_Key, _Captured] = {}
         self._capturable = True
         self._replayed: _Captured | None = None
         """The capture that computed the last hidden states; None: they were not replayed."""
 
+    @property
+    def needs_buckets(self) -> bool:
+        return self._traits.has_fixed_sizes
+
+    def capture(self, batch: InputBatch, head: HeadOutput) -> None:
+        self._find(batch, head)
+
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        self._replayed = self._find(batch, head) if _fits(batch) else None
+        self._replayed = self._find(batch, head)
         if self._replayed is None:
             return super().hidden(batch, intermediate, head)
         return self._replayed.run(batch)
@@ -106,64 +136,74 @@ class CapturedForward(Forward):
 
     @property
     def progress(self) -> int:
-        return sum(captured.graph.progress for captured in self._captured)
+        return sum(captured.graph.progress for captured in tuple(self._captured.values()))
 
     def _find(self, batch: InputBatch, head: HeadOutput) -> _Captured | None:
-        for captured in self._captured:
-            if captured.head is head and captured.adapted == (batch.adapters is not None):
-                return captured
-        if not self._capturable:
+        """Returns the capture for the batch, which is made if there is none; None: the batch cannot
+        be captured."""
+        if not self._capturable or not self._fits(batch):
             return None
-        try:
-            captured = _Captured(Forward(self._model, self._states), batch, head)
-        except NotCapturableError:
-            self._capturable = False
-            return None
-        self._captured += (captured,)
-        return captured
+        key = _Key(head, batch.adapters is not None, batch.bucket)
+        if key not in self._captured:
+            forward = Forward(self._model, self._states)
+            try:
+                self._captured[key] = _Captured(forward, batch, head, self._traits)
+            except NotCapturableError:
+                self._capturable = False
+                return None
+        return self._captured[key]
 
-
-def _fits(batch: InputBatch) -> bool:
-    """Whether a capture computes what the batch needs: hidden states only of rows that sample, and
-    no embeddings in place of tokens."""
-    only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
-    return only_samples and batch.num_samples <= MAX_SAMPLES and batch.prompt_embeds is None
+    def _fits(self, batch: InputBatch) -> bool:
+        """Whether a capture computes what the batch needs: hidden states only of rows that sample,
+        and no embeddings in place of tokens."""
+        only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
+        if not only_samples or batch.prompt_embeds is not None:
+            return False
+        if self._traits.has_fixed_sizes:  # the host decides how the tokens of adapters are grouped
+            return batch.bucket is not None and batch.adapters is None
+        return batch.num_samples <= MAX_SAMPLES
 
 
 class _Captured:
-    """The captured operations for one `HeadOutput`, with or without adapters, and their result
-    tensors."""
+    """The captured operations of the steps of one `_Key`, and their result tensors."""
 
-    def __init__(self, forward: Forward, batch: InputBatch, head: HeadOutput) -> None:
-        """`batch`: any batch, since all batches use the same input tensors."""
-        self.head, self.adapted = head, batch.adapters is not None
-        inputs = batch.inputs
-        tokens, (rows, blocks) = len(inputs.input_ids), inputs.block_table.shape
-        samples = min(MAX_SAMPLES, inputs.samples.shape[1] - 1)
-        samples -= samples == rows  # keeps the three sizes different
-        sizes = Sizes(tokens, rows, samples, tokens, blocks * batch.block_tokens)
-        adapters = None if batch.adapters is None else batch.adapters._replace(num_tokens=tokens)
+    def __init__(
+        self, forward: Forward, batch: InputBatch, head: HeadOutput, traits: Traits
+    ) -> None:
+        """`batch`: any batch of the bucket, since all batches use the same input tensors."""
+        self._head, self._traits = head, traits
+        sizes = _sizes_of_capture(batch)
+        adapters = batch.adapters
+        if adapters is not None:
+            adapters = adapters._replace(num_tokens=sizes.tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
-        device = inputs.input_ids.device.type
+        device = batch.inputs.input_ids.device.type
         # [samples, hidden]; then [tokens, hidden] for each tapped layer; then the
         # head's output, if it was captured
         self._results, self.graph = capture(
-            lambda: self._compute(forward, largest), device, tokens, rows, samples
+            lambda: self._compute(forward, largest), device, *sizes[:3]
         )
         self._views: dict[int, list[Tensor]] = {}
         """S -> the first S rows of the results. Where layer inputs are read, every token is a
-        sample (see `_fits`)."""
+        sample (see `CapturedForward`)."""
         self.layer_inputs: list[Tensor] = []
         self.head_output: list[Tensor] = []
         """The layer inputs and the head's output of the last `run`."""
 
     def _compute(self, forward: Forward, batch: InputBatch) -> list[Tensor]:
-        hidden: Tensor = forward.hidden(batch, None, self.head)
+        hidden: Tensor = forward.hidden(batch, None, self._head)
         inputs = forward.take_layer_inputs()
         self._num_inputs = len(inputs)
-        if self.head is HeadOutput.LOGITS and hidden.dtype != torch.float32:
-            return [hidden, *inputs]  # no backend operation makes logits float32
-        return [hidden, *inputs, *forward.head(self.head, hidden, batch)]
+        if self._head is HeadOutput.LOGITS and not self._captures_logits(hidden):
+            return [hidden, *inputs]
+        return [hidden, *inputs, *forward.head(self._head, hidden, batch)]
+
+    def _captures_logits(self, hidden: Tensor) -> bool:
+        """Logits are not captured if each bucket would keep its own, which are large, or if torch
+        has to convert them to float32 and the graph cannot repeat that."""
+        if self._traits.has_fixed_sizes:
+            return False
+        return self._traits.accepts_torch or hidden.dtype == torch.float32
 
     def run(self, batch: InputBatch) -> Tensor:
         """Replays the operations for a batch. Returns hidden states [S, hidden]."""
@@ -172,11 +212,25 @@ class _Captured:
         if samples not in self._views:
             self._views[samples] = [result[:samples] for result in self._results]
         hidden, *others = self._views[samples]
-        self.layer_inputs, self.head_output = (
-            others[: self._num_inputs],
-            others[self._num_inputs :],
-        )
+        inputs = self._num_inputs
+        self.layer_inputs, self.head_output = others[:inputs], others[inputs:]
+        if self._traits.is_asynchronous:
+            self.head_output = [result.clone() for result in self.head_output]
         return hidden
+
+
+def _sizes_of_capture(batch: InputBatch) -> Sizes:
+    """Returns the sizes with which the steps of the batch's bucket are captured; without a bucket,
+    the largest sizes. Their first three numbers differ."""
+    inputs = batch.inputs
+    rows, blocks = inputs.block_table.shape
+    max_context = blocks * batch.block_tokens
+    if batch.bucket is not None:
+        return Sizes(*batch.bucket, max_context)
+    tokens = len(inputs.input_ids)
+    samples = min(MAX_SAMPLES, inputs.samples.shape[1] - 1)
+    samples -= samples == rows
+    return Sizes(tokens, rows, samples, tokens, max_context)
 
 
 def make_forward(model: Model, states: RequestStates, mesh: Mesh) -> Forward:

@@ -1,6 +1,6 @@
 """The tensors of one step, made from the scheduler's plan.
 
-One flat batch without padding. For example, with rows of 1, 1 and 3 tokens:
+One flat batch, without padding between its rows. For example, with rows of 1, 1 and 3 tokens:
 
     token            0     1     2  3  4
     row              0     1     2  2  2
@@ -22,10 +22,11 @@ import numpy as np
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
-from swell.kernels.inputs import Inputs, Sizes, make_gather
+from swell.kernels.inputs import Bucket, Inputs, Sizes, make_gather
 from swell.worker.draft_verification import StepDrafts
 from swell.worker.layers.lora import AdaptedTokens
 from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.buckets import Buckets
 from swell.worker.step.prompt_embeds import EmbedsOverride
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import NO_ROWS, SlotSet
@@ -48,6 +49,8 @@ class InputBatch:
     """Embeddings that replace those of the batch's tokens, on the first stage."""
     adapters: AdaptedTokens | None = None
     """The tokens that have adapters; None: none has."""
+    bucket: Bucket | None = None
+    """The sizes to which the inputs are padded; None: they are not padded."""
 
     @property
     def num_tokens(self) -> int:
@@ -136,15 +139,22 @@ class BatchBuilder:
     """Builds one batch at a time; all batches use the same tensors."""
 
     def __init__(
-        self, states: RequestStates, blocks: BlockTables, max_tokens: int, draft_tokens: int = 0
+        self,
+        states: RequestStates,
+        blocks: BlockTables,
+        max_tokens: int,
+        draft_tokens: int = 0,
+        buckets: Buckets | None = None,
     ) -> None:
-        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step."""
+        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step;
+        `buckets`: the sizes to which steps are padded, None: not at all."""
         # One extra row and one extra token, so that the numbers of samples, rows and tokens differ:
         # a capture distinguishes them by their values.
         rows = states.max_rows + 1
         samples = rows + draft_tokens
         tokens, device = max(max_tokens, samples) + 1, states.token_ids.device
         self._block_tokens = blocks.block_tokens
+        self._buckets = buckets
         self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device, samples)
         self._gather = make_gather(
             states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
@@ -153,6 +163,23 @@ class BatchBuilder:
     def build(self, plan: SchedulerOutput) -> InputBatch:
         """Builds the batch of a plan whose new requests and new_blocks have been applied. Raises
         `ValueError` or `IndexError` for a plan that does not fit (see `Gather`)."""
-        sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples)
+        return self._build(plan, self._bucket(plan))
+
+    def build_empty(self, bucket: Bucket) -> InputBatch:
+        """Builds a batch that contains only padding."""
+        return self._build(SchedulerOutput(0), bucket)
+
+    def _build(self, plan: SchedulerOutput, bucket: Bucket | None) -> InputBatch:
+        sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples, bucket)
         every = sizes.samples == sizes.tokens
-        return InputBatch(plan, self._inputs, sizes, self._block_tokens, all_hidden=every)
+        return InputBatch(
+            plan, self._inputs, sizes, self._block_tokens, all_hidden=every, bucket=bucket
+        )
+
+    def _bucket(self, plan: SchedulerOutput) -> Bucket | None:
+        if self._buckets is None:
+            return None
+        counts = plan.num_tokens
+        return self._buckets.find(
+            sum(counts), len(counts), sum(plan.samples), max(counts, default=0)
+        )

@@ -109,7 +109,7 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
         with_logprobs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
         assert tokens(with_logprobs, with_logprobs) == alone
         worker = llm._engine.core.executor._worker
-        assert {c.head for c in worker.runner._model_step._captured} == set(forward.HeadOutput)
+        assert {key.head for key in worker.runner._model_step._captured} == set(forward.HeadOutput)
         monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
         replayed.clear()
         assert tokens(greedy, greedy) == alone and not replayed
