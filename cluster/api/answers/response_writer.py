@@ -10,7 +10,13 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.answers.sse import comment, event
-from swell.cluster.api.bodies.http_errors import ENGINE_ERRORS, ErrorInfo, error_body, error_info
+from swell.cluster.api.bodies.http_errors import (
+    ENGINE_ERRORS,
+    ErrorInfo,
+    HTTPError,
+    error_body,
+    error_info,
+)
 from swell.cluster.api.bodies.protocol_base import Usage, usage
 from swell.cluster.api.bodies.timings import Timings, timings_of
 from swell.cluster.client.requests.merged_outputs import OutputBatch
@@ -71,7 +77,9 @@ class ResponseWriter(AnswerWriter):
     """Writes one answer that may be streamed, over one or more prompts, each with `n` choices.
 
     Choice `prompt * n + k` is the k-th answer to a prompt. A stream consists of `stream_start`, one
-    `delta` for each output, then `stream_end` or `stream_error`, and `stream_done`.
+    `delta` for each output, then `stream_end` or `stream_error`, and `stream_done`. The answer is
+    committed before `stream_end` and `stream_done` are sent; the caller commits an answer that is
+    not streamed.
     """
 
     def __init__(
@@ -106,6 +114,11 @@ class ResponseWriter(AnswerWriter):
         """Returns the last events of a stream that failed."""
         yield event(error_body(error))
 
+    async def commit(self, engines: str) -> None:
+        """Stores what later requests may refer to: a client that has seen the end of the answer may
+        send them. `engines` lists the engines that served. Raises HTTPError if the answer cannot be
+        stored; a stream then ends with this error."""
+
     def stream_done(self) -> Iterable[bytes]:
         """Returns the very last event, after success or failure."""
         return ()
@@ -129,15 +142,21 @@ class ResponseWriter(AnswerWriter):
                     yield b"".join(chunks)
                     chunks = []
         except ENGINE_ERRORS as error:
-            self.failed = True
-            chunks += self.stream_error(error_info(error))
+            end = self._fail(error)
         else:
-            chunks += self.stream_end(await self.complete_usage(stream_usage(last, self.n)))
+            end = [*self.stream_end(await self.complete_usage(stream_usage(last, self.n)))]
+        try:
+            await self.commit(engines())
+        except HTTPError as error:
+            end = self._fail(error)
         if engines() != sent_engines:
-            chunks.append(comment(f"{ENGINES} {engines()}"))
-        chunks += self.stream_done()
-        if chunks:
-            yield b"".join(chunks)
+            end.append(comment(f"{ENGINES} {engines()}"))
+        if ended := b"".join([*chunks, *end, *self.stream_done()]):
+            yield ended
+
+    def _fail(self, error: Exception) -> list[bytes]:
+        self.failed = True
+        return [*self.stream_error(error_info(error))]
 
 
 def usage_of(outputs: Iterable[RequestOutput], completion_tokens: int) -> Usage:

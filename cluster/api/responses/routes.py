@@ -139,7 +139,7 @@ class ResponseRoutes:
         reply = await self._services.serving.answer(context, params, writer, identity)
         if params.stream:
             return reply
-        await writer.finalize()
+        await writer.commit(reply.headers[ENGINES])
         served = {
             name: value for name, value in reply.headers.items() if name in (ENGINES, VERSION)
         }
@@ -269,11 +269,12 @@ class ResponseRoutes:
     async def _run(
         self, handle: Callable[[ResponsesWriter], Awaitable[Any]], writer: ResponsesWriter
     ) -> None:
+        engines = ""
         try:
-            await handle(writer)
+            engines = (await handle(writer)).headers[ENGINES]
         except Exception as error:
             writer.fail(error_info(error))
-        await writer.finalize()
+        await writer.commit(engines)
 
     async def _run_live(
         self,
@@ -288,8 +289,8 @@ class ResponseRoutes:
             await live.pass_on(await handle(writer))
         except Exception as error:
             writer.fail(error_info(error))
-            await writer.finalize()
-            live.put(writer.last_event())
+            await writer.commit("")
+            live.put(b"".join(writer.stream_done()))
         finally:
             live.end()
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from random import Random
 
 from swell.cluster.api.answers.output_parts import make_part_reader
-from swell.cluster.api.answers.response_writer import Batches, ResponseWriter
+from swell.cluster.api.answers.response_writer import ResponseWriter
 from swell.cluster.api.bodies.http_errors import ErrorInfo
 from swell.cluster.api.bodies.protocol_base import Usage, named_event
 from swell.cluster.api.responses import events
@@ -36,9 +35,8 @@ class ResponsesWriter(ResponseWriter):
     """Fills `response`, which has begun.
 
     Whole and streamed answers go through the same writer, so they have the same content. `finalize`
-    is awaited once the response has ended, before its end is sent, so that a client that has seen
-    the end can retrieve the stored response. `top_logprobs` is that of `make_part_reader`; `random`
-    is the source of the ids of items.
+    commits a response that has ended. `top_logprobs` is that of `make_part_reader`; `random` is the
+    source of the ids of items.
     """
 
     def __init__(
@@ -53,13 +51,13 @@ class ResponsesWriter(ResponseWriter):
     ) -> None:
         super().__init__(response.id, response.model, include_timings=include_timings)
         self.response = response
-        self.finalize = finalize
+        self._finalize = finalize
         self._read = make_part_reader(make_parser(), top_logprobs)
         self._writer = OutputItemWriter(response.output, random)
         self._sequence = 0
 
     def full_response(self, outputs: list[RequestOutput], usage: Usage) -> ResponseBody:
-        """Returns the response. The caller awaits `finalize` afterwards."""
+        """Returns the response."""
         (output,) = outputs
         for _ in self._write(output.outputs[0]):
             pass
@@ -72,22 +70,14 @@ class ResponsesWriter(ResponseWriter):
             pass
         self.response.fail(error.message, error.status)
 
+    async def commit(self, engines: str) -> None:
+        await self._finalize()
+
     # ---------------------------------------------------------------- as a stream
 
-    async def stream(
-        self, outputs: Batches, choices: int, *, sent_engines: str, engines: Callable[[], str]
-    ) -> AsyncGenerator[bytes]:
-        """Works like the base class, but the very last event has the finalized response."""
-        answer = super().stream(outputs, choices, sent_engines=sent_engines, engines=engines)
-        async with contextlib.aclosing(answer):
-            async for event in answer:
-                yield event
-        await self.finalize()
-        yield self.last_event()
-
-    def last_event(self) -> bytes:
-        """Returns the last event of a response that has ended."""
-        return self._event(_LAST[self.response.status](response=self.response))
+    def stream_done(self) -> Iterable[bytes]:
+        """Returns the event with the response, as it was committed."""
+        yield self._event(_LAST[self.response.status](response=self.response))
 
     def stream_start(self, choices: int) -> Iterable[bytes]:
         if self._sequence:

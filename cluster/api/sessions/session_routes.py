@@ -129,7 +129,7 @@ class SessionRoutes:
         if isinstance(reply, EventStreamResponse):
             reply.add_end(partial(self._client.close_chunk, chunk))
             return reply
-        await with_deadline(context, commit(writer.answer_ids, reply.headers[ENGINES]))
+        await with_deadline(context, writer.commit(reply.headers[ENGINES]))
         self._client.close_chunk(chunk)
         return reply
 
