@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SOON_S = 240
 """A deadline for processes that start one after the other on a busy machine."""
+TOKENS, LONG_TOKENS = 600, 1900
 _MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:Store"
 
 
@@ -304,17 +305,72 @@ def resubmitted(cluster: Cluster) -> float:
     return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
 
 
-def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster):
+@pytest.fixture(scope="module")
+def undisturbed(cluster) -> list[int]:
+    """The first tokens of every answer of `stream`."""
     results: list[list[int]] = []
-    calm = stream(cluster, 300, results)
-    calm.join()
+    stream(cluster, TOKENS, results).join()
+    assert len(results[0]) == TOKENS
+    return results[0]
+
+
+def test_a_killed_engine_is_replaced_and_its_answers_continue(cluster, undisturbed):
+    results: list[list[int]] = []
+    moved = resubmitted(cluster)
+    state = wait_for_engines(cluster, 1)
+    killed = threading.Event()
+    streams = [stream(cluster, TOKENS, results, until=killed) for _ in range(3)]
+    try:
+        wait_for_answers(results, 3)
+        os.kill(state["engines"][0]["pid"], signal.SIGKILL)
+    finally:
+        killed.set()
+    for thread in streams:
+        thread.join()
+    assert len(results) >= 3 and all(ids == undisturbed for ids in results)
+    assert resubmitted(cluster) > moved, "the case under test"
+    after = wait_for_engines(cluster, 1)
+    assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
+
+
+def test_a_stopped_coordinator_is_restarted(cluster, undisturbed):
+    """Suspends the coordinator: no engine waits for it, and answers go on. The next test scales
+    with its successor."""
+    results: list[list[int]] = []
     before = wait_for_engines(cluster, 1)
-    streams = [stream(cluster, 1900, results) for _ in range(4)]
+    moved = resubmitted(cluster)
+    replaced = threading.Event()
+    streams = [stream(cluster, TOKENS, results, until=replaced) for _ in range(3)]
+    try:
+        wait_for_answers(results, 3)
+        os.kill(before["coordinator"]["pid"], signal.SIGSTOP)
+        streams += [stream(cluster, TOKENS, results) for _ in range(2)]
+        deadline = time.monotonic() + SOON_S
+        stopped = before["coordinator"]["pid"]
+        while cluster.get("/admin/cluster").json()["coordinator"]["pid"] == stopped:
+            assert time.monotonic() < deadline, "it was not replaced"
+            time.sleep(0.1)
+    finally:
+        replaced.set()
+    for thread in streams:
+        thread.join()
+    assert len(results) >= 5 and all(ids == undisturbed for ids in results)
+    assert resubmitted(cluster) == moved, "no engine was in its way"
+    after = wait_for_engines(cluster, 1)
+    assert after["epoch"] > before["epoch"]
+    assert after["engines"][0]["pid"] == before["engines"][0]["pid"]
+
+
+def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster, undisturbed):
+    long, results = list[list[int]](), list[list[int]]()
+    before = wait_for_engines(cluster, 1)
+    moved = resubmitted(cluster)
+    streams = [stream(cluster, LONG_TOKENS, long) for _ in range(4)]
     assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
     grown = wait_for_engines(cluster, 2)
     assert grown["epoch"] > before["epoch"]
     shrunk = threading.Event()
-    streams += [stream(cluster, 1900, results, until=shrunk) for _ in range(16)]
+    streams += [stream(cluster, TOKENS, results, until=shrunk) for _ in range(16)]
     try:
         wait_for_work(cluster, max(engine["rank"] for engine in grown["engines"]))
         body = {"engines": 1, "drain_timeout_s": 0}
@@ -324,63 +380,10 @@ def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster):
         shrunk.set()
     for thread in streams:
         thread.join()
-    assert len(results) >= 21
-    assert {len(ids) for ids in results[1:]} == {1900}
-    assert all(ids == results[1] for ids in results[1:])
-    assert results[1][:300] == results[0]
-    assert resubmitted(cluster) > 0, "the case under test"
-
-
-def test_a_killed_engine_is_replaced_and_its_answers_continue(cluster):
-    results: list[list[int]] = []
-    calm = stream(cluster, 1200, results)
-    calm.join()
-    moved = resubmitted(cluster)
-    state = wait_for_engines(cluster, 1)
-    killed = threading.Event()
-    streams = [stream(cluster, 1200, results, until=killed) for _ in range(3)]
-    try:
-        wait_for_answers(results, 4)
-        os.kill(state["engines"][0]["pid"], signal.SIGKILL)
-    finally:
-        killed.set()
-    for thread in streams:
-        thread.join()
-    assert len(results) >= 4
-    assert all(ids == results[0] for ids in results)
+    assert len(results) >= 16 and all(ids == undisturbed for ids in results)
+    assert [len(ids) for ids in long] == [LONG_TOKENS] * 4
+    assert all(ids == long[0] for ids in long) and long[0][:TOKENS] == undisturbed
     assert resubmitted(cluster) > moved, "the case under test"
-    after = wait_for_engines(cluster, 1)
-    assert after["engines"][0]["pid"] != state["engines"][0]["pid"]
-
-
-def test_a_stopped_coordinator_is_restarted(cluster):
-    """Suspends the coordinator: no engine waits for it, answers go on, and scaling works later."""
-    results: list[list[int]] = []
-    calm = stream(cluster, 1500, results)
-    calm.join()
-    before = wait_for_engines(cluster, 1)
-    moved = resubmitted(cluster)
-    streams = [stream(cluster, 1500, results) for _ in range(3)]
-    wait_for_answers(results, 4)
-    os.kill(before["coordinator"]["pid"], signal.SIGSTOP)
-    streams += [stream(cluster, 1500, results) for _ in range(2)]
-    deadline = time.monotonic() + SOON_S
-    while (pid := cluster.get("/admin/cluster").json()["coordinator"]["pid"]) == (
-        before["coordinator"]["pid"]
-    ):
-        assert time.monotonic() < deadline, "it was not replaced"
-        time.sleep(0.1)
-    for thread in streams:
-        thread.join()
-    assert len(results) == 6 and all(ids == results[0] for ids in results)
-    assert resubmitted(cluster) == moved, "no engine was in its way"
-    after = wait_for_engines(cluster, 1)
-    assert after["epoch"] > before["epoch"]
-    assert after["engines"][0]["pid"] == before["engines"][0]["pid"]
-    assert cluster.post("/admin/scale", {"engines": 2}).status_code == 202
-    assert wait_for_engines(cluster, 2)["coordinator"]["pid"] == pid
-    assert cluster.post("/admin/scale", {"engines": 1}).status_code == 202
-    wait_for_engines(cluster, 1)
 
 
 def test_stored_responses_survive_the_manager_and_their_store_is_replaced(cluster):
