@@ -31,6 +31,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "device",
         "seed",
         "backend",
+        "enforce_eager",
         "cpu_threads",
     ),
     "parallel": ("tensor", "pipeline", "executor"),

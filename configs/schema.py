@@ -97,6 +97,9 @@ class ModelConfig(Section, frozen=True):
     special_tokens_in_text: Literal["text", "control"] = "text"
     """Meaning of a control token such as `<|im_end|>` in a message: `text`, so that no user can
     forge a turn, or a `control` token. Prompts of `/v1/completions` always have control tokens."""
+    enforce_eager: bool = False
+    """Computes every step operation by operation. Otherwise steps are captured and replayed (CUDA
+    graphs on a GPU, recorded calls on a CPU), which is faster. The answers are the same."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
     affinity, and the CPU quota of its container), divided by the number of workers of all engines

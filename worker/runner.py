@@ -103,6 +103,8 @@ class ModelRunnerArgs:
     max_model_len: int
     """Tokens of the longest sequence."""
     device: torch.device
+    enforce_eager: bool = False
+    """Whether no step is captured."""
     tokenizer_path: str = ""
     """The folder of the tokenizer."""
     pooler: Pooler | None = None
@@ -165,7 +167,7 @@ class ModelRunner:
         self._make_intermediate = (
             model.make_empty_intermediate if isinstance(model, SupportsPP) else None
         )
-        self._model_step = make_forward(model, self.states, mesh)
+        self._model_step = make_forward(model, self.states, mesh, args.enforce_eager)
         self._buckets = (
             Buckets(rows, step_tokens, args.draft_tokens)
             if self._model_step.needs_buckets

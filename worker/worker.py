@@ -374,6 +374,7 @@ class Worker:
             cache=self.config.cache,
             max_model_len=self._cache_size[1],
             device=self.device,
+            enforce_eager=self.config.model.enforce_eager,
             tokenizer_path=self._tokenizer_path,
             pooler=self.pooler,
             offload=self._offload,

@@ -115,9 +115,8 @@ class _Loading:
         model = build_model(self._config, hf_config, alone, self._device, dtype)
         loaded = load_weights(model, self._config, self._on_loaded)
         self._finish(model)
-        return DraftModel(
-            model, dtype, loaded.nbytes, loaded.mapped_bytes, partial(DraftRunner, model)
-        )
+        make_runner = partial(DraftRunner, model, self._served.enforce_eager)
+        return DraftModel(model, dtype, loaded.nbytes, loaded.mapped_bytes, make_runner)
 
     def load_head(self, method: str) -> NoDraftModel:
         """Loads an EAGLE head. Every worker of the last stage computes what a head reads; only the

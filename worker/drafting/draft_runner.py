@@ -152,13 +152,19 @@ class ProposingRunner(NoDraftRunner):
 
 class DraftRunner(ProposingRunner):
     def __init__(
-        self, model: Model, states: RequestStates, blocks: BlockTables, max_tokens: int
+        self,
+        model: Model,
+        enforce_eager: bool,
+        states: RequestStates,
+        blocks: BlockTables,
+        max_tokens: int,
     ) -> None:
         """`model`: a whole model, whose attention layers are bound to caches of the blocks in
-        `blocks`; `max_tokens`: the most tokens of one step."""
+        `blocks`; `enforce_eager`: whether no step is captured; `max_tokens`: the most tokens of one
+        step."""
         super().__init__(states, blocks)
         alone = Mesh.build(ParallelConfig(), 0, device=states.token_ids.device)
-        self._forward = make_forward(model, states, alone)
+        self._forward = make_forward(model, states, alone, enforce_eager)
         # A row with proposals has one token more than in the step.
         step_tokens = max_tokens + states.max_rows
         needs_buckets = self._forward.needs_buckets

@@ -56,7 +56,7 @@ class EagleRunner(ProposingRunner):
     def __init__(
         self, model: DraftHead, states: RequestStates, blocks: BlockTables, max_tokens: int
     ) -> None:
-        """The arguments are those of `DraftRunner`."""
+        """The arguments are those of `DraftRunner`; no step is captured."""
         super().__init__(states, blocks)
         self._model = model
         self._batches = BatchBuilder(states, blocks, max_tokens)

@@ -233,10 +233,12 @@ def _sizes_of_capture(batch: InputBatch) -> Sizes:
     return Sizes(tokens, rows, samples, tokens, max_context)
 
 
-def make_forward(model: Model, states: RequestStates, mesh: Mesh) -> Forward:
-    """Returns a captured forward pass if the worker is the only one of its groups, the backend can
-    capture, and the model has its own head; a model that pools needs the hidden states of all
-    tokens."""
+def make_forward(model: Model, states: RequestStates, mesh: Mesh, enforce_eager: bool) -> Forward:
+    """Returns a captured forward pass, unless `enforce_eager`, if the worker is the only one of its
+    groups, the backend can capture, and the model has its own head; a model that pools needs the
+    hidden states of all tokens."""
+    if enforce_eager:
+        return Forward(model, states)
     alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
     if alone and isinstance(model, ComputesLogits) and can_capture(states.token_ids.device.type):
         return CapturedForward(model, states)

@@ -83,13 +83,12 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     # some steps hold parts of prompts
     assert any(tokens > rows > samples for tokens, rows, samples in replayed)
     replayed.clear()
-    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
-    assert found == answers(tmp_path, **{"model.dtype": dtype})
+    assert found == answers(tmp_path, **{"model.dtype": dtype, "model.enforce_eager": True})
     assert not replayed
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatch, replayed, dtype):
+def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, replayed, dtype):
     """Greedy tokens are the same with and without logits: for rows by themselves and next to a row
     that needs logits; both kinds of steps are replayed."""
     make(tmp_path, "llama")
@@ -110,17 +109,17 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, monkeypatc
         assert tokens(with_logprobs, with_logprobs) == alone
         worker = llm._engine.core.executor._worker
         assert {key.head for key in worker.runner._model_step._captured} == set(forward.HeadOutput)
-        monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
-        replayed.clear()
+    replayed.clear()
+    eager = {"model.enforce_eager": True, "scheduler.max_rows": 4}
+    with LLM(str(tmp_path), **{"model.dtype": dtype, **eager}) as llm:
         assert tokens(greedy, greedy) == alone and not replayed
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
-def test_models_that_cannot_be_captured_run_eagerly(tmp_path, monkeypatch, replayed, family):
+def test_models_that_cannot_be_captured_run_eagerly(tmp_path, replayed, family):
     """Models that cannot be captured run eagerly: experts are chosen during the forward pass, and a
     transformers model calls torch itself."""
     make(tmp_path, family)
     tried = answers(tmp_path)
     assert not replayed
-    monkeypatch.setattr(forward, "MAX_SAMPLES", -1)
-    assert tried == answers(tmp_path)
+    assert tried == answers(tmp_path, **{"model.enforce_eager": True})

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.worker.step import forward as graphs
 from tests.support.paths import NANO
 from tests.worker import tiny_models
 
@@ -17,14 +16,14 @@ PROMPTS = [[5, 6, 7], list(range(10, 40)), [11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize(("prompt_logprobs", "wanted"), [(None, [0, 3, 3]), (1, [27, 10, 3])])
-def test_the_last_layer_computes_only_read_tokens(tmp_path, monkeypatch, prompt_logprobs, wanted):
+def test_the_last_layer_computes_only_read_tokens(tmp_path, prompt_logprobs, wanted):
     """The last layer computes only the tokens that are read. A step has 27 tokens; the last 3 of
     the long prompt are computed with the 7 of the others."""
-    monkeypatch.setattr(graphs, "MAX_SAMPLES", -1)
     tiny_models.make(tmp_path, "llama")
     for file in NANO.glob("tokenizer*"):
         shutil.copy(file, tmp_path)
     options = {
+        "model.enforce_eager": True,
         "scheduler.max_tokens_per_step": 27,
         "cache.memory_bytes": 1 << 22,
         "cache.prefix_caching": False,
