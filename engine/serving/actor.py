@@ -49,6 +49,7 @@ class EngineActor:
         self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
         self._status = "starting"
+        self._stopping = False
         self._end = "it was stopped"
         self._ended = threading.Event()
         self._served = threading.Event()
@@ -66,8 +67,7 @@ class EngineActor:
         version.
         """
         with self._loading:
-            if self._ended.is_set():
-                raise RuntimeError(f"engine {self._rank} has terminated: {self._end}")
+            self._check_not_ended()
             if self._server is None:
                 self._load(placement_group)
             elif version != self._version:
@@ -142,8 +142,15 @@ class EngineActor:
         self._thread.start()
 
     def version(self) -> str:
-        """Returns the version that it runs, or is about to run."""
+        """Returns the version that it runs, or is about to run. Raises RuntimeError if it stops or
+        has stopped: its process is left over from a manager that was lost while it terminated the
+        engine, and the next manager must not adopt it."""
+        self._check_not_ended()
         return self._version
+
+    def _check_not_ended(self) -> None:
+        if self._stopping or self._ended.is_set():
+            raise RuntimeError(f"engine {self._rank} has terminated: {self._end}")
 
     def ready(self) -> EngineReady:
         """Returns the engine's current data, which changes if workers are replaced. Raises
@@ -176,6 +183,7 @@ class EngineActor:
     def stop(self) -> None:
         """Stops the engine and waits until its workers have released their resources."""
         if (server := self._server) is not None:
+            self._stopping = True
             server.stop()
             self._ended.wait()
 

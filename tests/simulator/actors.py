@@ -201,12 +201,14 @@ class SimEngine:
         version: str,
     ) -> None:
         self._plane, self.process, self.rank = plane, process, rank
-        self._version = version
+        self.current_version = version
+        """The version that it runs, or is about to run."""
         self._task: asyncio.Task[None] | None = None
         self._config, self._coordinator = config, coordinator
         is_later = len(plane.engines) >= plane.scenario.engines
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
+        self._stopping = False
         self._ended = asyncio.Event()
         self.executor = SimExecutor(
             process,
@@ -225,6 +227,7 @@ class SimEngine:
 
     async def start(self, _group: Any, config: Config, version: str) -> EngineReady:
         async with self._loading:
+            self._check_not_ended()
             if self.server is None:
                 await asyncio.sleep(self._load_s)
                 if weights_in(self._config.model.path) == BROKEN_WEIGHTS:
@@ -233,14 +236,14 @@ class SimEngine:
                 runtime = SimRuntime(self.process, self._plane.net)
                 limits = self.executor.start()
                 self._serve(EngineCore(self._config, self.executor, limits, runtime.now))
-            elif version != self._version:
+            elif version != self.current_version:
                 await self._reload(config, version)
         return self.ready()
 
     async def _reload(self, config: Config, version: str) -> None:
         server, self.server = self.server, None
         assert server is not None and self._task is not None
-        own, self._version = self._version, version
+        own, self.current_version = self.current_version, version
         server.stop(keeps_core=True)
         await asyncio.wait([self._task], timeout=self._config.cluster.stall_timeout_s)
         if not self._task.done():
@@ -251,7 +254,7 @@ class SimEngine:
             server.core.reload(config.model.path)
             self._config = config
         except ValueError as error:
-            refusal, self._version = error, own
+            refusal, self.current_version = error, own
         except ExecutorError:
             self.process.kill()
             raise
@@ -269,7 +272,7 @@ class SimEngine:
             self._coordinator.address,
             runtime,
             finder(self._plane, self.process, self._coordinator),
-            version=self._version,
+            version=self.current_version,
         )
         self._task = self.process.loop.create_task(self.server.serve(), name="engine")
         self._task.add_done_callback(partial(self._on_end, self.server))
@@ -281,7 +284,12 @@ class SimEngine:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
 
     def version(self) -> str:
-        return self._version
+        self._check_not_ended()
+        return self.current_version
+
+    def _check_not_ended(self) -> None:
+        if self._stopping or self._ended.is_set():
+            raise RuntimeError("it has terminated")
 
     @property
     def has_work(self) -> bool:
@@ -317,6 +325,7 @@ class SimEngine:
 
     async def stop(self) -> None:
         if self.server is not None:
+            self._stopping = True
             self.server.stop()
             await self._ended.wait()
 

@@ -172,3 +172,14 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
         shell.start(None, with_weights(shell, tmp_path), "2-b")
     ends_now.set()
     shell._thread.join(SOON_S)
+
+
+def test_a_stopped_engine_has_no_version_for_the_next_manager(shell: Any) -> None:
+    """A manager that was lost while it terminated this engine has left its process: the next
+    manager must not adopt it."""
+    shell.start(None, shell._config, "1-a")
+    assert shell.version() == "1-a"
+    shell.stop()
+    for call in (shell.version, lambda: shell.start(None, shell._config, "1-a")):
+        with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
+            call()

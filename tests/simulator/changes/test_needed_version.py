@@ -38,7 +38,9 @@ def test_an_abandoned_version_keeps_room_for_its_answers(rooms: tuple[int, int, 
     lost: list[str] = []
 
     def look() -> None:
-        lost.extend(e.version() for e in run.plane.living_engines if e.process.host == HOSTS[2])
+        lost.extend(
+            e.current_version for e in run.plane.living_engines if e.process.host == HOSTS[2]
+        )
 
     run.plane.kernel.at(_LOST_AT_S - 0.01, WORLD, look)
     assert run.judge().broken == []

@@ -52,7 +52,7 @@ def test_no_process_exits_during_an_update(
     assert len(run.plane.engines) == engines
     assert {*versions} <= {*_answered_by(run)}
     name = run.plane.manager.manager.upgrader.record.wanted
-    assert {engine.version() for engine in run.plane.engines} == {name}
+    assert {engine.current_version for engine in run.plane.engines} == {name}
     wanted = next((w for w in reversed(weights) if w != BROKEN_WEIGHTS), 0)
     assert name.endswith(f"{wanted:012x}")
 

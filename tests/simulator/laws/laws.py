@@ -135,7 +135,7 @@ class Run:
         record = plane.manager.manager.upgrader.record
         if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             return False
-        if any(engine.version() != record.wanted for engine in plane.living_engines):
+        if any(engine.current_version != record.wanted for engine in plane.living_engines):
             return False  # an engine without answers of its old version left will be replaced
         fleet = plane.manager.manager._fleet
         if fleet.starting or fleet.ending or not fleet._placement.orphans.is_done:
@@ -240,7 +240,7 @@ class Run:
         if record.stage in (UpgradeStage.IN_PROGRESS, UpgradeStage.ROLLING_BACK):
             broken.append(f"an upgrade is {record.stage} for ever")
         for engine in plane.living_engines:
-            if engine.version() != record.wanted:
+            if engine.current_version != record.wanted:
                 broken.append(f"{engine.process.name} is not of the version {record.wanted}")
         if len(plane.ray.groups) > target:
             broken.append(f"placement groups are left: {sorted(plane.ray.groups)}")

@@ -161,7 +161,10 @@ class Watch:
         """Records which ingress reaches an engine for which version. Each path is checked once,
         although it may serve several versions."""
         able = [engine for engine in engines if self._could_serve(engine)]
-        versions = (None, *dict.fromkeys([engine.version() for engine in self._plane.engines]))
+        versions = (
+            None,
+            *dict.fromkeys([engine.current_version for engine in self._plane.engines]),
+        )
         served_since, now = self._served_since, self._kernel.now
         for ingress in self._plane.ingresses:
             ranks = self._reached(ingress, able) if able else set()
@@ -386,7 +389,9 @@ class Watch:
         staying = [each for each in living if not is_excused(each)]
         ended = [each for each in staying if each.process is process]
         manager = self._plane.manager.manager
-        if ended and (ended[0].cannot_load or ended[0].version() != manager.upgrader.record.wanted):
+        if ended and (
+            ended[0].cannot_load or ended[0].current_version != manager.upgrader.record.wanted
+        ):
             return
         if (
             ended

@@ -1,0 +1,42 @@
+"""A manager terminates after it has stopped an engine that left, and before it has terminated the
+process of that engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from swell.coordinator.roster import Roster
+from tests.simulator.actors import SimEngine
+from tests.simulator.laws.laws import Run
+from tests.simulator.scenario import Operation, Request, Scenario
+
+_GROWS_AT_S = 4.7
+"""Another engine is wanted when the drain is over."""
+_SLOW_S = 2.0
+"""How long the answer to the stop takes. The manager terminates before it arrives."""
+
+
+def test_the_next_manager_does_not_adopt_a_stopped_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = tuple(Request(3.5 + i / 4, 0, (1, 2, 3), 24, i) for i in range(12))
+    operations = (Operation(4.0, "drain", 1), Operation(_GROWS_AT_S, "scale", 2))
+    run = Run(Scenario(0, 2, 1, False, requests, (), operations, rooms=(0, 2, 0)))
+    plane, stop = run.plane, SimEngine.stop
+    stopped: list[int] = []
+    back: list[int] = []
+
+    async def stop_and_lose_manager(engine: SimEngine) -> None:
+        await stop(engine)
+        await asyncio.sleep(_SLOW_S)
+        if not stopped and engine.server is not None:
+            stopped.append(engine.server.incarnation)
+            plane.manager.process.kill()
+
+    def on_roster(_before: Roster, after: Roster, _kept: frozenset[int]) -> None:
+        back.extend(m.rank for m in after.members if m.incarnation in stopped)
+
+    monkeypatch.setattr(SimEngine, "stop", stop_and_lose_manager)
+    plane.on_roster.append(on_roster)
+    assert run.judge().broken == []
+    assert stopped and not back
