@@ -19,9 +19,13 @@ from swell.configs.schema import ClusterConfig
 from swell.coordinator.cluster_state import load_report_s
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.metrics_aggregator import MetricsAggregator
-from swell.coordinator.monitors.engine_monitor import StalledEngine
 from swell.coordinator.roster import Member, Roster
-from swell.coordinator.state_machine import CoordinatorStateMachine, JoinResult, recovery_s
+from swell.coordinator.state_machine import (
+    CoordinatorStateMachine,
+    JoinResult,
+    StalledEngine,
+    recovery_s,
+)
 from swell.coordinator.subscribers import Subscribers
 from swell.coordinator.transport.channel import ChannelAddress, Inbox, make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
@@ -60,7 +64,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     view: ClusterView
     stalled_engines: list[StalledEngine] = []
-    """All engines that were found stalled since the start."""
+    """Engines that the coordinator has removed because they had stopped, the newest ones."""
     manager_state: ManagerState = ManagerState()
     first_tokens: list[float] = []
     """`FIRST_TOKENS`, summed over all ingresses."""
@@ -108,9 +112,9 @@ class CoordinatorService:
         self._metrics_aggregator = MetricsAggregator()
         self._peers: dict[int, bytes] = {}
         """Channel identities of engines that have sent `EngineHello`, by incarnation: a rank may
-        have had several."""
+        have had several. Contains members, and other engines while they send messages."""
         self._unsent: dict[int, list[EngineCommand]] = {}
-        """Queued commands, by incarnation: for engines that have not sent `EngineHello` here."""
+        """Queued commands, by incarnation: for members that have not sent `EngineHello` here."""
         self._heartbeat_s = min(
             config.heartbeat_s, config.stall_timeout_s / _HEARTBEATS_PER_TIMEOUT
         )
@@ -390,6 +394,13 @@ class CoordinatorService:
         forgotten_at = now - self._config.stall_timeout_s
         self._heartbeats = {p: at for p, at in self._heartbeats.items() if at > forgotten_at}
         self._subscribers.forget_silent(now)
+        members = self._state_machine.incarnations
+        self._peers = {
+            incarnation: peer
+            for incarnation, peer in self._peers.items()
+            if incarnation in members or peer in self._heartbeats
+        }
+        self._unsent = {i: commands for i, commands in self._unsent.items() if i in members}
 
     def _end_recovery(self, now: float) -> None:
         """Completes the recovery after `recovery_s` of listening; time in which the loop was
@@ -397,8 +408,9 @@ class CoordinatorService:
         if self._recovery.advance(now) < self._recovery_s:
             return
         self._recovering = False
-        hellos = list(self._hellos.values())
-        self._log.warning("recovered", engines=sorted(self._hellos), epoch=self._epoch_seen + 1)
+        hellos, self._hellos = [*self._hellos.values()], {}
+        ranks = sorted(hello.member.rank for hello in hellos)
+        self._log.warning("recovered", engines=ranks, epoch=self._epoch_seen + 1)
         self._send(self._state_machine.recover(self._epoch_seen, hellos, now))
         if self._state_machine.manager_state.desired.pause_requested:
             self._send(self._state_machine.pause(now))

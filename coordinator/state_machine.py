@@ -21,7 +21,7 @@ from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
 from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.manager_state import ManagerState
-from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor, StalledEngine
+from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor
 from swell.coordinator.monitors.forming_monitor import (
     FormingMonitor,
     Remedy,
@@ -56,6 +56,18 @@ from swell.coordinator.wire import (
 )
 
 
+MAX_STALLED = 256
+"""Maximum number of stalled engines that are known: more than stall while no manager runs."""
+
+
+class StalledEngine(msgspec.Struct, frozen=True):
+    """An engine that was removed because it had stopped."""
+
+    rank: int
+    incarnation: int
+    reason: str
+
+
 class JoinResult(msgspec.Struct, frozen=True):
     """The result of a join."""
 
@@ -74,7 +86,10 @@ class CoordinatorStateMachine:
         self.cluster_state = ClusterState(config, now)
         self.waves = waves
         self.stalled_engines: list[StalledEngine] = []
-        """Engines that were found stalled; the manager kills their processes."""
+        """Engines that were found stalled, the newest `MAX_STALLED`; the manager kills their
+        processes."""
+        self._num_stalled = 0
+        """The number of all engines that were found stalled."""
         self.commit_s = 0.0
         """For how long the last change kept the group from stepping, in seconds."""
         self.manager_state = ManagerState()
@@ -117,6 +132,11 @@ class CoordinatorStateMachine:
         """Ranks that wait for their group."""
         return set(self._joining)
 
+    @property
+    def incarnations(self) -> set[int]:
+        """Incarnations of engines that are in the roster or join."""
+        return {member.incarnation for member in (*self.roster.members, *self._joining.values())}
+
     def current_member(self, rank: int) -> Member | None:
         """Returns the engine of this rank that receives commands, or None."""
         return self._joining.get(rank) or self.roster.find(rank)
@@ -141,7 +161,7 @@ class CoordinatorStateMachine:
             self.cluster_state.reports(),
             wave=self.waves.wave,
             state=self.waves.group_state.value,
-            stalls=len(self.stalled_engines),
+            stalls=self._num_stalled,
             commit_s=self.commit_s,
             phase=manager.phase,
             scaling=manager.scaling,
@@ -152,7 +172,7 @@ class CoordinatorStateMachine:
     def publication(self, now: float) -> Publication | None:
         """Returns what must be published now. Changes that do not concern one engine are published
         together with all reports."""
-        stalls = len(self.stalled_engines)
+        stalls = self._num_stalled
         status = self.waves.group_state, stalls, self.commit_s, self.manager_state
         due = self.cluster_state.due(now, has_news=status != self._published)
         if due is None or isinstance(due, EngineLoads):
@@ -291,16 +311,19 @@ class CoordinatorStateMachine:
         """Removes stalled engines, and resolves groups that do not form in time."""
         sends: RankedCommands = []
         may_rest = frozenset({*self.roster.ranks, *self._joining}) - self.waves.stepping
-        for stalled in self._engine_monitor.check(now, may_rest):
-            if self.current_member(stalled.rank) is not None:  # it was not removed with another one
-                sends += self._remove_stalled(stalled, now)
+        for rank, reason in self._engine_monitor.check(now, may_rest).items():
+            if self.current_member(rank) is not None:  # it was not removed with another one
+                sends += self._remove_stalled(rank, reason, now)
         return [*sends, *self._check_forming(now)]
 
-    def _remove_stalled(self, stalled: StalledEngine, now: float) -> RankedCommands:
-        self.stalled_engines.append(stalled)
-        if stalled.rank in self._joining:
-            self.called_off[stalled.rank] = stalled.reason
-        return self.remove_failed([stalled.rank], now)
+    def _remove_stalled(self, rank: int, reason: str, now: float) -> RankedCommands:
+        if (member := self.current_member(rank)) is not None:
+            stalled = StalledEngine(rank, member.incarnation, reason)
+            self.stalled_engines = [*self.stalled_engines, stalled][-MAX_STALLED:]
+            self._num_stalled += 1
+        if rank in self._joining:
+            self.called_off[rank] = reason
+        return self.remove_failed([rank], now)
 
     def _check_forming(self, now: float) -> RankedCommands:
         """Handles what prevents a group from forming."""
@@ -312,7 +335,7 @@ class CoordinatorStateMachine:
                 for rank in sorted(failure.ranks):
                     member = self.current_member(rank)
                     reason = not_followed(rank, member, waves.epoch, failure.waited_s)
-                    sends += self._remove_stalled(StalledEngine(rank, reason), now)
+                    sends += self._remove_stalled(rank, reason, now)
             case Remedy.CALL_OFF:
                 for rank in sorted(failure.ranks):
                     newcomer = self._joining.pop(rank)

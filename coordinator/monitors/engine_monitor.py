@@ -13,7 +13,6 @@ progress for half of that time are compared, too.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from swell.coordinator.monitors.progress_monitor import ProgressMonitor
 from swell.coordinator.wire import EngineReport
@@ -22,14 +21,6 @@ STUCK_FACTOR = 2.0
 UNHEARD_FACTOR = 3.0
 """An engine that has not sent anything yet may have known another coordinator: it must notice the
 silence of that one, find this one, and connect."""
-
-
-@dataclass(frozen=True)
-class StalledEngine:
-    """An engine that must be replaced."""
-
-    rank: int
-    reason: str
 
 
 class EngineMonitor:
@@ -63,9 +54,9 @@ class EngineMonitor:
             self._monitor.on_report(report.rank, counter, now, busy)
             (self._stepping.add if is_stepping else self._stepping.discard)(report.rank)
 
-    def check(self, now: float, exempt: frozenset[int] = frozenset()) -> list[StalledEngine]:
-        """Returns engines that have stopped; call it after all reports were recorded. `exempt`
-        engines may be without progress."""
+    def check(self, now: float, exempt: frozenset[int] = frozenset()) -> dict[int, str]:
+        """Returns engines that have stopped: rank -> why they must be replaced. Call it after all
+        reports were recorded. `exempt` engines may be without progress."""
         self._monitor.advance(now)
         self._monitor.excuse(exempt)
         silent = {
@@ -74,19 +65,19 @@ class EngineMonitor:
             if self._monitor.counter(rank) is not None or time_s > UNHEARD_FACTOR * self._limit_s
         }
         if silent:
-            return [
-                StalledEngine(rank, f"engine {rank} sent no report for {time_s:.1f} s")
+            return {
+                rank: f"engine {rank} sent no report for {time_s:.1f} s"
                 for rank, time_s in silent.items()
-            ]
+            }
         stuck = self._monitor.without_progress_s(STUCK_FACTOR * self._limit_s)
         if not stuck:
-            return []
+            return {}
         if self._stepping & stuck.keys():  # reports of the others may be later
             stuck |= self._stepping_without_progress()
         behind = min(stuck, key=self._monitor.counter)
         self._monitor.excuse(stuck)  # the others waited for it: their time restarts
         reason = f"engine {behind} had work but made no progress for {stuck[behind]:.1f} s"
-        return [StalledEngine(behind, reason)]
+        return {behind: reason}
 
     def _stepping_without_progress(self) -> dict[int, float]:
         """Returns engines that step together and make no progress: their reports show which one is

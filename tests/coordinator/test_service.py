@@ -229,6 +229,35 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
         subscriber.close()
 
 
+def test_a_coordinator_forgets_engines_that_are_gone() -> None:
+    """Connections and commands of engines that are gone are dropped. A member keeps its connection,
+    also if the coordinator was stopped for a while."""
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime)
+    engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
+    stays, goes, unheard = member(0, incarnation=1), member(1, incarnation=2), member(2)
+
+    def wait_until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SOON_S
+        while not is_so():
+            assert time.monotonic() < deadline
+            service.view()
+
+    try:
+        for each in (stays, goes):
+            engine.send(EngineHello(each))
+        service.join([stays, unheard], SOON_S)
+        wait_until(lambda: service._peers.keys() == {1, 2})
+        service.pause(ManagerId())
+        assert service._unsent.keys() == {unheard.incarnation}
+        service.remove_failed([unheard.rank])
+        runtime.jumped_s += 100.0
+        wait_until(lambda: service._peers.keys() == {1} and not service._unsent)
+    finally:
+        engine.close()
+        service.stop()
+
+
 def test_a_successor_stopped_while_listening_listens_longer() -> None:
     """A new coordinator whose listening period has expired when it wakes up keeps listening,
     because it has not yet processed the messages of that time."""

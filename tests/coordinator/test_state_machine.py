@@ -9,7 +9,7 @@ from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.coordinator.manager_state import DesiredState, ManagerState
 from swell.coordinator.roster import Member, MemberState
-from swell.coordinator.state_machine import CoordinatorStateMachine
+from swell.coordinator.state_machine import MAX_STALLED, CoordinatorStateMachine
 from swell.coordinator.wave_protocol.null_waves import NullCoordinator
 from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
 from swell.coordinator.wave_protocol.waves import WaveCoordinator
@@ -378,8 +378,21 @@ def test_a_silent_engine_is_removed_and_reported(dense) -> None:
         dense.tick(now)
     assert dense.roster.ranks == [0]
     [stalled] = dense.stalled_engines
-    assert stalled.rank == 1 and "sent no report" in stalled.reason
+    assert (stalled.rank, stalled.incarnation) == (1, 7) and "sent no report" in stalled.reason
     assert dense.view().reports.stalls == 1
+
+
+def test_only_the_newest_stalled_engines_are_kept(dense) -> None:
+    """A cluster runs for months: the count increases, and the list has a bound."""
+    starts = MAX_STALLED + 5
+    for start in range(starts):
+        dense.join([member(0, start)], 100.0 * start, heard={start})
+        for second in range(20):
+            dense.tick(100.0 * start + second)
+        assert dense.roster.ranks == []
+    assert dense.view().reports.stalls == starts
+    kept = [stalled.incarnation for stalled in dense.stalled_engines]
+    assert kept == [*range(starts - MAX_STALLED, starts)]
 
 
 def test_an_operator_pauses_and_resumes(dense) -> None:

@@ -23,22 +23,20 @@ class RosterCheck:
     ) -> None:
         self._fleet, self._coordinator, self._placement = fleet, coordinator, placement
         self._stall_timeout_s = stall_timeout_s
-        self._num_stalled_seen = 0
-        """The number of entries of `Membership.stalled_engines` that were handled."""
 
     async def compare(self, now: Membership) -> None:
         """Correct differences: engines that are missing from the roster or have another state
         there, and members that are not engines of this cluster."""
-        fleet, stalled, seen = self._fleet, now.stalled_engines, self._num_stalled_seen
-        self._num_stalled_seen = len(stalled)
-        fresh = stalled[seen:] if seen <= len(stalled) else stalled
-        reasons = {engine.rank: engine.reason for engine in fresh}
+        fleet = self._fleet
+        reasons = {engine.incarnation: engine.reason for engine in now.stalled_engines}
         for rank, handle in list(fleet.engines.items()):
             if handle.in_transition or fleet.engines.get(rank) is not handle:
                 continue
             member = handle.find_in(now.view.roster)
             if member is None:
-                fleet.tasks.spawn(self._on_missing(handle, reasons.get(rank)))
+                assert handle.ready is not None
+                reason = reasons.get(handle.ready.incarnation)
+                fleet.tasks.spawn(self._on_missing(handle, reason))
             elif handle.leaving and member.state is MemberState.ACTIVE:
                 await self._coordinator.leave([rank])
             elif not handle.leaving and member.state is MemberState.LEAVING:

@@ -27,9 +27,9 @@ from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.configs.schema import load
 from swell.coordinator import roster
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
-from swell.coordinator.monitors.engine_monitor import StalledEngine
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership
+from swell.coordinator.state_machine import StalledEngine
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
@@ -199,7 +199,10 @@ class FakeCoordinator:
 
     def report_stalled(self, rank: int) -> None:
         """Reports an engine that makes no more progress, as the coordinator does."""
-        self.stalled_engines.append(StalledEngine(rank, f"engine {rank} was silent"))
+        member = self.roster.find(rank)
+        assert member is not None
+        stalled = StalledEngine(rank, member.incarnation, f"engine {rank} was silent")
+        self.stalled_engines.append(stalled)
         self._change(roster.remove(self.roster, [rank]), "stopped", [rank])
 
     def restart(self, *ranks: int) -> None:

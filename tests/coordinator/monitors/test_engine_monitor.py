@@ -44,9 +44,9 @@ class MonitorSimulation:
                     )
                 if rank not in self.silent and round(self.now / HEARTBEAT_S, 3).is_integer():
                     self.monitor.on_report(newest, self.now)
-            for stalled in self.monitor.check(self.now, exempt):
-                self.found.append((self.now, stalled.rank))
-                del self.reports[stalled.rank]
+            for rank in self.monitor.check(self.now, exempt):
+                self.found.append((self.now, rank))
+                del self.reports[rank]
                 self.monitor.set_ranks(set(self.reports), self.now)
 
 
@@ -141,7 +141,7 @@ def test_the_slowest_of_stepping_engines_is_reported_in_any_order_of_reports() -
             if now > 0.7 * LIMIT_S:  # the reports of engine 0 were delayed
                 monitor.on_report(report(0, 7, busy=True), now, is_stepping)
             monitor.on_report(report(1, 9, busy=True), now, is_stepping)
-            found += [stalled.rank for stalled in monitor.check(now)]
+            found += monitor.check(now)
         assert found == [named]
 
 
@@ -168,7 +168,7 @@ def test_a_repeatedly_stopped_monitor_reports_no_engine() -> None:
     simulation.run(5)
     for _ in range(3):
         simulation.now += 0.45 * LIMIT_S
-        assert simulation.monitor.check(simulation.now) == []
+        assert simulation.monitor.check(simulation.now) == {}
     simulation.run(30)
     assert not simulation.found
 
@@ -180,5 +180,5 @@ def test_dead_engines_are_found_even_by_a_monitor_that_is_always_late() -> None:
     for _ in range(6):
         simulation.now += 10 * LIMIT_S
         simulation.monitor.on_report(simulation.reports[0], simulation.now)
-        found += [stalled.rank for stalled in simulation.monitor.check(simulation.now)]
+        found += simulation.monitor.check(simulation.now)
     assert set(found) == {1}

@@ -25,7 +25,7 @@ _SUBSCRIBER_S = 8.0 * HEARTBEAT_S
 """The time within which a coordinator forgets a connection of an ingress: five heartbeats, and the
 next publication."""
 _PEER_S = STALL_TIMEOUT_S + 4.0 * HEARTBEAT_S
-"""The time within which a coordinator sends no more heartbeats to an engine that is gone."""
+"""The time within which a coordinator forgets an engine that is gone and not in the roster."""
 _READY = (Phase.STOPPED, Phase.RUNNING, Phase.PAUSED, Phase.STANDALONE)
 """Phases in which an engine handles messages between its steps."""
 
@@ -47,6 +47,7 @@ class FreedWatch:
         coordinator = self._plane.coordinator
         if coordinator is not None and self._calm.coordinator_acts:
             self._look_at_subscribers(coordinator, living)
+            self._look_at_peers(coordinator)
         self._durations.end_look()
 
     @property
@@ -57,7 +58,11 @@ class FreedWatch:
         if any(_clients(engine) - living for engine in engines):
             return True
         coordinator = self._plane.coordinator
-        return coordinator is not None and not living.issuperset(coordinator._subscribers)
+        if coordinator is None:
+            return False
+        if self._gone_peers(coordinator) or self._gone_engines(coordinator):
+            return True
+        return not living.issuperset(coordinator._subscribers)
 
     def _is_over(self, key: object, bound_s: float, *, holds: bool) -> bool:
         return self._durations.held_s(key, holds=holds) > bound_s / self._watch.slowest_clock
@@ -104,10 +109,31 @@ class FreedWatch:
         for client in known - living if process.runs else ():
             if self._is_over(("subscriber", coordinator, client), _SUBSCRIBER_S, holds=True):
                 self._break("the coordinator has a subscriber that is gone")
-        engines = self._identities(self._plane.engines)
-        for peer in coordinator._heartbeats.keys() - engines if process.runs else ():
+
+    def _look_at_peers(self, coordinator: SimCoordinator) -> None:
+        """Checks that a coordinator forgets the connections of engines that are gone, and the
+        commands for them."""
+        process = self._plane.coordinators[-1][0]
+        if not process.runs or self._plane.kernel.now < self._watch.faults_end_at:
+            return  # a message that a fault has held back may still come from an engine that is gone
+        for peer in self._gone_peers(coordinator):
             if self._is_over(("peer", coordinator, peer), _PEER_S, holds=True):
                 self._break("the coordinator sends heartbeats to an engine that is gone")
+        for incarnation in self._gone_engines(coordinator):
+            if self._is_over(("engine", coordinator, incarnation), _PEER_S, holds=True):
+                self._break("the coordinator keeps something for an engine that is gone")
+
+    def _gone_peers(self, coordinator: SimCoordinator) -> set[bytes]:
+        """Returns the connections that get heartbeats and have no engine any more."""
+        return coordinator._heartbeats.keys() - self._identities(self._plane.engines)
+
+    def _gone_engines(self, coordinator: SimCoordinator) -> set[int]:
+        """Returns the incarnations for which a coordinator keeps something, and that neither run
+        nor are in the roster."""
+        servers = [each.server for each in self._plane.living_engines]
+        living = {server.incarnation for server in servers if server is not None}
+        members = coordinator._state_machine.incarnations
+        return {*coordinator._peers, *coordinator._unsent} - living - members
 
 
 def _clients(engine: SimEngine) -> set[bytes]:

@@ -507,3 +507,23 @@ def test_a_manager_that_stepped_down_refuses_changes(request_change) -> None:
         assert harness.active == [0, 1] and harness.placement.events == []
 
     run(scenario, data=2)
+
+
+def test_the_stall_of_an_earlier_engine_is_not_that_of_its_successor() -> None:
+    """A new manager reads the stalled engines of the coordinator's whole life. An engine that is
+    missing from the roster joins again, although an earlier engine of its rank has stalled."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.report_stalled(1)
+        await harness.settle()
+        await harness.lose_manager()
+        await harness.manager.start()
+        second = harness.placement.alive[1].name
+        harness.placement.events.clear()
+        await harness.coordinator.remove_failed([1])  # before the first membership arrives
+        await harness.settle()
+        assert harness.active == [0, 1] and harness.placement.alive[1].name == second
+        assert [name for name, _ in harness.placement.events] == ["remove_failed", "refresh", "join"]
+
+    run(scenario, data=2)
