@@ -55,7 +55,6 @@ from swell.coordinator.wire import (
     WaveComplete,
 )
 
-
 MAX_STALLED = 256
 """Maximum number of stalled engines that are known: more than stall while no manager runs."""
 

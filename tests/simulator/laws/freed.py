@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimCoordinator, SimEngine
 from tests.simulator.control_plane import (
     HEARTBEAT_S,
@@ -38,6 +39,8 @@ class FreedWatch:
     ) -> None:
         self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
         self._durations = Durations(plane)
+        self._steps: dict[EngineServer, int] = {}
+        """The number of finished steps of each engine at the last look."""
 
     def look(self) -> None:
         living = self._identities(self._plane.ingresses)
@@ -48,6 +51,8 @@ class FreedWatch:
         if coordinator is not None and self._calm.coordinator_acts:
             self._look_at_subscribers(coordinator, living)
             self._look_at_peers(coordinator)
+        engines = self._plane.living_engines
+        self._steps = {each.server: each.executor.progress for each in engines if each.server}
         self._durations.end_look()
 
     @property
@@ -81,7 +86,8 @@ class FreedWatch:
     def _look_at_clients(self, engine: SimEngine, living: set[bytes]) -> None:
         """Checks that an engine forgets the connection of an ingress that has terminated or opened
         another one, and drops its requests. Time in which the engine handles no messages does not
-        count."""
+        count: for the engine, it is no silence of its clients. So its step may be waiting for
+        engines that only a coordinator can start, while there is none."""
         server = engine.server
         assert server is not None
         gone = _clients(engine) - living
@@ -90,6 +96,7 @@ class FreedWatch:
         handles = engine.process.runs and not engine.executor.hangs
         handles = handles and not (engine.executor.worker_lost or engine.executor.is_repairing)
         handles = handles and server.core.wave_member.phase in _READY
+        handles = handles and not self._waits_in_step(engine)
         if self._plane.scenario.expert:  # its step waits for the other engines
             handles = handles and all(
                 each.process.runs and not (each.executor.hangs or each.executor.worker_lost)
@@ -99,6 +106,12 @@ class FreedWatch:
         for client in gone if handles else ():
             if self._is_over(("client", server, client), _CLIENT_S, holds=True):
                 self._break(f"{engine.process.name} keeps something for an ingress that is gone")
+
+    def _waits_in_step(self, engine: SimEngine) -> bool:
+        """Returns whether the step of the engine has not finished since the last look."""
+        assert engine.server is not None
+        is_behind = self._steps.get(engine.server) == engine.executor.progress
+        return is_behind and engine.server.core.wave_member.in_flight > 0
 
     def _look_at_subscribers(self, coordinator: SimCoordinator, living: set[bytes]) -> None:
         """Checks that a coordinator forgets the connection of an ingress that is gone, and with it
@@ -115,7 +128,7 @@ class FreedWatch:
         commands for them."""
         process = self._plane.coordinators[-1][0]
         if not process.runs or self._plane.kernel.now < self._watch.faults_end_at:
-            return  # a message that a fault has held back may still come from an engine that is gone
+            return  # messages that a fault has held back may still come
         for peer in self._gone_peers(coordinator):
             if self._is_over(("peer", coordinator, peer), _PEER_S, holds=True):
                 self._break("the coordinator sends heartbeats to an engine that is gone")
@@ -128,12 +141,11 @@ class FreedWatch:
         return coordinator._heartbeats.keys() - self._identities(self._plane.engines)
 
     def _gone_engines(self, coordinator: SimCoordinator) -> set[int]:
-        """Returns the incarnations for which a coordinator keeps something, and that neither run
-        nor are in the roster."""
-        servers = [each.server for each in self._plane.living_engines]
-        living = {server.incarnation for server in servers if server is not None}
-        members = coordinator._state_machine.incarnations
-        return {*coordinator._peers, *coordinator._unsent} - living - members
+        """Returns the incarnations that are not in the roster, and for which a coordinator keeps
+        commands or a connection that no engine has any more."""
+        open_peers = self._identities(self._plane.engines)
+        closed = {i for i, peer in coordinator._peers.items() if peer not in open_peers}
+        return {*closed, *coordinator._unsent} - coordinator._state_machine.incarnations
 
 
 def _clients(engine: SimEngine) -> set[bytes]:

@@ -7,9 +7,11 @@ world's rate doubles the bounds.
 
 from __future__ import annotations
 
+from itertools import combinations
+
 from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
@@ -23,7 +25,7 @@ from tests.simulator.control_plane import (
 )
 from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import Process
-from tests.simulator.laws.calm import Calm
+from tests.simulator.laws.calm import Calm, Durations
 from tests.simulator.laws.decisions import DecisionWatch
 from tests.simulator.laws.disturbances import LOOK_S, Disturbances
 from tests.simulator.laws.freed import FreedWatch
@@ -46,6 +48,9 @@ _COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
 """The bound of a request's computing time: seconds, and steps for each of its tokens."""
 _LOSS_S = 2 * HEARTBEAT_S
 """The time until the loss of a connection's messages is noticed, and the engine knows."""
+_FORMING_S = 3 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""The time within which a group whose engines do not all reach each other forms again, and then
+without a newcomer (`forming_monitor.py`). Until then, none of its engines can compute."""
 _RETRANSMISSIONS_S = 2.5
 """The delay by retransmissions of two or more messages in a row."""
 _SHRINK_S = 20.0
@@ -83,6 +88,10 @@ class Watch:
         self._moved_at = 0.0
         """The last time at which engines that share experts were leaving a draining host while
         packets were lost: each change of the groups then waits for retransmissions."""
+        self._split_at = 0.0
+        """The last time at which a group could not form because its engines did not all reach each
+        other, for at most `_FORMING_S` of each group."""
+        self._durations = Durations(plane)
         self._epochs: dict[SimIngress, int] = {}
         self._ended: set[Process] = set()
         """Processes that a manager has ended."""
@@ -101,6 +110,7 @@ class Watch:
     def look(self) -> None:
         self._calm.look()
         engines = self._plane.living_engines
+        self._look_at_forming(engines)
         self._look_at_requests(engines)
         self._look_at_engines(engines)
         self._disturbances.look(engines)
@@ -113,6 +123,7 @@ class Watch:
         self._leaving.look()
         self._pausing.look()
         self.freed.look()
+        self._durations.end_look()
 
     @property
     def slowest_clock(self) -> float:
@@ -226,10 +237,10 @@ class Watch:
             return
         if self._plane.scenario.expert and self._plane.net.lossy_hosts and self._plane.ray.draining:
             self._moved_at = now
-        over = max(faults.begun_at, self._plane.operator.changed_at, self._moved_at)
+        over = max(faults.begun_at, self._plane.operator.changed_at, self._moved_at, self._split_at)
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
         for each in unended:
-            version = each.state.answer_version.required if each.state is not None else None
+            version = self._needed_version(each, engines)
             if version != self._unended[each][0]:
                 self._unended[each] = version, now
             ingress = self._plane.ingresses[each.request.ingress]
@@ -242,6 +253,34 @@ class Watch:
             elif taken_s > bound_s / faults.slowest_clock + self._compute_s(each):
                 self._break(f"r{each.number} is late")
             self.slowest_s = max(self.slowest_s, taken_s)
+
+    def _needed_version(self, request: SimRequest, engines: list[SimEngine]) -> str | None:
+        """Returns the version of the engine that the request needs now; None: any version. A
+        request without tokens that its engine cannot serve may continue on any active engine, but
+        on no leaving one, like a new request. So it waits if all other engines are leaving."""
+        if (state := request.state) is None:
+            return None
+        ingress = self._plane.ingresses[request.request.ingress]
+        own = [e for e in engines if e.server and state.engine == (e.rank, e.server.incarnation)]
+        is_served = own and self._could_serve(own[0]) and self._reached(ingress, own)
+        is_served = is_served and state.engine not in ingress.llm._placer._unreachable
+        version = state.answer_version
+        return version.required if is_served else version.required_elsewhere
+
+    def _look_at_forming(self, engines: list[SimEngine]) -> None:
+        """Records groups that form although some of their engines do not reach each other."""
+        coordinator, net = self._plane.coordinator, self._plane.net
+        if coordinator is None or not net.cuts:
+            return
+        waves = coordinator._state_machine.waves
+        if waves.group_state is not GroupState.FORMING:
+            return
+        group = [engine for engine in engines if engine.rank in waves.ranks]
+        hosts = {engine.process.host for engine in group}
+        if any(net.is_blocked(*pair) for pair in combinations(hosts, 2)):
+            key = "split", coordinator, *(engine.process for engine in group)
+            if self._durations.held_s(key) <= _FORMING_S / self._faults.slowest_clock:
+                self._split_at = self._kernel.now
 
     def _look_at_placements(self) -> None:
         """Checks that no request stays at an engine that its ingress cannot reach, or that replaces

@@ -524,6 +524,10 @@ def test_the_stall_of_an_earlier_engine_is_not_that_of_its_successor() -> None:
         await harness.coordinator.remove_failed([1])  # before the first membership arrives
         await harness.settle()
         assert harness.active == [0, 1] and harness.placement.alive[1].name == second
-        assert [name for name, _ in harness.placement.events] == ["remove_failed", "refresh", "join"]
+        assert [name for name, _ in harness.placement.events] == [
+            "remove_failed",
+            "refresh",
+            "join",
+        ]
 
     run(scenario, data=2)
