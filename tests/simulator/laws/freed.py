@@ -86,8 +86,8 @@ class FreedWatch:
     def _look_at_clients(self, engine: SimEngine, living: set[bytes]) -> None:
         """Checks that an engine forgets the connection of an ingress that has terminated or opened
         another one, and drops its requests. Time in which the engine handles no messages does not
-        count: for the engine, it is no silence of its clients. So its step may be waiting for
-        engines that only a coordinator can start, while there is none."""
+        count, because the engine does not count it as silence. Such an engine may wait in a step
+        for other engines, which only a coordinator can start."""
         server = engine.server
         assert server is not None
         gone = _clients(engine) - living
@@ -137,12 +137,12 @@ class FreedWatch:
                 self._break("the coordinator keeps something for an engine that is gone")
 
     def _gone_peers(self, coordinator: SimCoordinator) -> set[bytes]:
-        """Returns the connections that get heartbeats and have no engine any more."""
+        """Returns the connections that get heartbeats although their engines are gone."""
         return coordinator._heartbeats.keys() - self._identities(self._plane.engines)
 
     def _gone_engines(self, coordinator: SimCoordinator) -> set[int]:
         """Returns the incarnations that are not in the roster, and for which a coordinator keeps
-        commands or a connection that no engine has any more."""
+        commands or a closed connection."""
         open_peers = self._identities(self._plane.engines)
         closed = {i for i, peer in coordinator._peers.items() if peer not in open_peers}
         return {*closed, *coordinator._unsent} - coordinator._state_machine.incarnations
