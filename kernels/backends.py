@@ -32,6 +32,7 @@ OPERATIONS = (
     "moe",
     "norm",
     "penalties",
+    "qkv",
     "rope",
     "sample",
 )

@@ -17,6 +17,6 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     k, v [T, kv_heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim] of the same
     type; slot_mapping [T] int64, each -1 or distinct and inside the cache.
 
-    Backends: reference, cpu.
+    Backends: reference, cpu, triton.
     """
     backends.get("cache", k.device.type).write_kv(k, v, k_cache, v_cache, slot_mapping)

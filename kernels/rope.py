@@ -18,6 +18,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
     q [T, heads, head_dim], k [T, kv_heads, head_dim] (views of a wider tensor are fine), cos and
     sin [T, rotary_dim / 2], rotary_dim <= head_dim. Computed in float32 and rounded once; in
-    float32, the result is equal to transformers' llama bit for bit. Backends: reference, cpu.
+    float32, the result is equal to transformers' llama bit for bit. Backends: reference, cpu,
+    triton.
     """
     return backends.get("rope", q.device.type).apply_rope(q, k, cos, sin)

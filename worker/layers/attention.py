@@ -10,7 +10,8 @@ from swell.kernels.cache import write_kv
 
 
 class Attention(nn.Module):
-    """Writes this step's K and V into the cache, then attends to all K and V of each row.
+    """Attends to all K and V of each row, including those of this step, which `forward` writes into
+    the cache. Before `attend`, `kernels/qkv.py` has written them.
 
     `worker/step/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that
     moving or saving the model does not affect them."""
@@ -45,13 +46,21 @@ class Attention(nn.Module):
         """Drops the caches, so that their memory can be freed."""
         self.k_cache = self.v_cache = torch.empty(0, self.kv_heads, 1, self.head_dim)
 
+    @property
+    def caches(self) -> tuple[Tensor, Tensor]:
+        """The caches of K and V."""
+        return self.k_cache, self.v_cache
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
         """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] -> [T, heads * head_dim]"""
         tokens = len(q)
-        q = q.view(tokens, self.heads, self.head_dim)
         k = k.view(tokens, self.kv_heads, self.head_dim)
         v = v.view(tokens, self.kv_heads, self.head_dim)
         write_kv(k, v, self.k_cache, self.v_cache, meta.slot_mapping)
+        return self.attend(q.view(tokens, self.heads, self.head_dim), meta)
+
+    def attend(self, q: Tensor, meta: AttentionMetadata) -> Tensor:
+        """q [T, heads, head_dim] -> [T, heads * head_dim]"""
         out = paged_attention(
             q,
             self.k_cache,

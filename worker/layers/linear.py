@@ -166,7 +166,7 @@ class MergedColumnParallelLinear(_FusedColumns):
 
 
 class QKVParallelLinear(_FusedColumns):
-    """Queries, keys and values in one product, split by heads.
+    """Queries, keys and values in one product, split among the ranks by heads.
 
     With fewer KV heads than ranks, `size / kv_heads` neighbouring ranks have the same KV head: the
     ranks whose query heads read it.
@@ -192,13 +192,7 @@ class QKVParallelLinear(_FusedColumns):
         kv = Rows(first * head_dim, self.kv_heads * head_dim, kv_heads * head_dim)
         super().__init__(hidden, (q, kv, kv), bias)
         self.sizes = [q.count, kv.count, kv.count]
-
-    def forward(  # type: ignore[override]  # three outputs, where the base has one
-        self, x: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, hidden] -> q [T, H*D], k [T, KVH*D], v [T, KVH*D] of this rank (views)"""
-        q, k, v = super().forward(x).split(self.sizes, dim=-1)
-        return q, k, v
+        """Sizes of this rank's queries, keys and values in the output."""
 
 
 class RowParallelLinear(LinearLayer):

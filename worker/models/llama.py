@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import embedding
-from swell.kernels.rope import apply_rope
+from swell.kernels.qkv import prepare
 from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -54,9 +54,9 @@ class LlamaAttention(nn.Module):
             heads * self.head_dim, config.hidden_size, group, traits.out_bias
         )
         self.q_norm = self.k_norm = None
+        self.eps = config.rms_norm_eps
         if traits.qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps) for _ in range(2))
         self.attention = Attention(
             self.qkv.heads,
             self.qkv.kv_heads,
@@ -73,13 +73,11 @@ class LlamaAttention(nn.Module):
         meta: AttentionMetadata,
         hidden_indices: torch.Tensor | None,
     ) -> torch.Tensor:
-        q, k, v = self.qkv(x)
-        q = q.unflatten(1, (self.qkv.heads, self.head_dim))
-        k = k.unflatten(1, (self.qkv.kv_heads, self.head_dim))
+        norms, caches = None, self.attention.caches
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = apply_rope(q, k, cos, sin)
-        return self.out(_of(self.attention(q.flatten(1), k.flatten(1), v, meta), hidden_indices))
+            norms = self.q_norm.weight, self.k_norm.weight
+        q = prepare(self.qkv(x), norms, self.eps, cos, sin, caches, meta.slot_mapping)
+        return self.out(_of(self.attention.attend(q, meta), hidden_indices))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""

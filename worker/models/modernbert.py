@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from swell.kernels.activation import gelu, gelu_and_mul
 from swell.kernels.attention import WHOLE_ROW
-from swell.kernels.rope import apply_rope
+from swell.kernels.qkv import prepare
 from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import VocabParallelEmbedding
@@ -68,10 +68,9 @@ class ModernBertLayer(nn.Module):
 
     def forward(self, x: Tensor, angles: Angles, meta: AttentionMetadata) -> Tensor:
         """x [T, hidden] -> [T, hidden]"""
-        q, k, v = self.qkv(self.attention_norm(x))
-        shape = (self.qkv.heads, self.dim)
-        q, k = apply_rope(q.unflatten(1, shape), k.unflatten(1, shape), *angles)
-        x = x + self.out(self.attention(q.flatten(1), k.flatten(1), v, meta))
+        qkv, caches = self.qkv(self.attention_norm(x)), self.attention.caches
+        q = prepare(qkv, None, 0.0, *angles, caches, meta.slot_mapping)
+        x = x + self.out(self.attention.attend(q, meta))
         return x + self.down(gelu_and_mul(self.gate_up(self.mlp_norm(x))))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

@@ -20,7 +20,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from swell.kernels import triton as column
-from tests.kernels.triton import test_activation, test_norm
+from swell.kernels.backends import OPERATIONS
+from tests.kernels.triton import test_activation, test_cache, test_norm, test_qkv, test_rope
 from tests.kernels.triton.oracle import TYPES
 
 pytestmark = pytest.mark.slow
@@ -38,14 +39,17 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "activation": Budget(test_activation.launches, 0),
+    "cache": Budget(test_cache.launches, 0),
     "norm": Budget(test_norm.launches, 128),
+    "qkv": Budget(test_qkv.launches, 0),
+    "rope": Budget(test_rope.launches, 0),
 }
 """Operation -> its budget."""
 
 
 def test_every_operation_has_a_budget():
     files = {path.stem for path in Path(column.__file__).parent.glob("*.py")}
-    assert files - {"__init__"} == set(BUDGETS)
+    assert files & set(OPERATIONS) == set(BUDGETS)
 
 
 class _Machine:
@@ -100,3 +104,10 @@ def test_kernels_compile_within_their_budget(operation, dtype, compiled, tmp_pat
         arch = kernel.metadata.target.arch
         assert kernel.metadata.shared <= min(budget.shared_bytes, SHARED_BYTES[arch]), kernel.name
         assert spilled_bytes(kernel, tmp_path) == 0, kernel.name
+
+
+def test_rotations_round_products_before_sums(compiled):
+    """A fused multiply-add would not be equal to torch's operations bit for bit."""
+    for _ in test_rope.launches(torch.float32):
+        pass
+    assert compiled and not any("fma." in kernel.asm["ptx"] for kernel in compiled)
