@@ -12,7 +12,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 CONFORMANCE := .venv-judges
 TRITON := .venv-triton
 
-.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale test-gpu test-triton judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -64,6 +64,12 @@ simulate: setup
 # core. The table is in docs/lab/performance.md.
 scale: setup
 	$(BIN)/python -m tests.simulator.scale
+
+# On a machine with a GPU, with its own Python: answers, ceilings and times of one card, in 500 s at most. Needs torch,
+# transformers, msgspec, pyzmq and llguidance; no Ray, no network, no pytest.
+gpu:
+	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
+	PYTHONPATH=build/gpu:. $(PYTHON) -m tests.gpu_report --json build/gpu/report.json
 
 # On a machine with a GPU, with its own Python: the tests of one card, and those of whole engines that CI runs on CPU.
 # Needs torch, transformers, msgspec, pyzmq, llguidance, prometheus-client, pyyaml, rich and aiohttp, and for the tests

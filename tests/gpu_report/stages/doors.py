@@ -1,0 +1,179 @@
+"""Every operation of `kernels/`: the device's backend against the reference on the CPU in float64
+or, where an operation accepts only float32, in that. `make test` compares the reference itself with
+the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from swell.kernels import backends
+from swell.kernels.attention import AttentionMetadata
+from tests.gpu_report.scale import Figures, Scale
+
+Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
+"""(module of a backend, move to its device) -> results"""
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=_randn_generator)
+
+
+_randn_generator = torch.Generator()
+
+
+def _rms_norm(norm: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, residual, weight = to(_randn(5, 256)), to(_randn(5, 256)), to(_randn(256))
+    return [norm.rms_norm(x, weight, 1e-5), *norm.add_rms_norm(x, residual, weight, 1e-5)]
+
+
+def _layer_norm(norm: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return [norm.layer_norm(to(_randn(5, 256)), to(_randn(256)), to(_randn(256)), 1e-5, None)]
+
+
+def _activation(activation: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = to(_randn(5, 256))
+    return [activation.silu_and_mul(x), activation.gelu(x), activation.gelu_and_mul(x)]
+
+
+def _rope(rope: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    angles = _randn(5, 32)
+    return list(
+        rope.apply_rope(
+            to(_randn(5, 4, 64)), to(_randn(5, 2, 64)), to(angles.cos()), to(angles.sin())
+        )
+    )
+
+
+def _cache(cache: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    caches = [to(torch.zeros(3, 2, 4, 64)) for _ in range(2)]
+    slots = to(torch.tensor([5, 0, 11, -1]))
+    cache.write_kv(to(_randn(4, 2, 64)), to(_randn(4, 2, 64)), *caches, slots)
+    return caches
+
+
+def _attention(attention: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    queries, contexts = [1, 0, 5, 1], [300, 7, 21, 1]
+    blocks = torch.randperm(64)[: 4 * 16].view(4, 16)
+    starts = torch.tensor([0, *queries]).cumsum(0)
+    meta = AttentionMetadata(
+        to(starts.int()), to(torch.tensor(contexts).int()), to(blocks.int()),
+        to(torch.zeros(7, dtype=torch.int64)), max(queries), max(contexts),
+    )  # fmt: skip
+    tensors = to(_randn(7, 8, 128)), to(_randn(64, 2, 32, 128)), to(_randn(64, 2, 32, 128))
+    plain, windowed = (
+        attention.paged_attention(*tensors, meta, scale=128**-0.5, **options)
+        for options in ({}, {"window": 9, "softcap": 30.0})
+    )
+    return [plain, windowed]
+
+
+def _linear(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, weight = to(_randn(5, 64)), linear.pack(to(_randn(96, 64)))
+    ids = to(torch.tensor([3, 0, 3]))
+    return [linear.linear(x, weight, None), linear.embedding(ids, to(_randn(9, 64)))]
+
+
+def _argmax(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return list(linear.linear_argmax(to(_randn(5, 64)), linear.pack(to(_randn(96, 64))), 90))
+
+
+def _sample(sample: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    logits = to(4 * _randn(6, 1000))
+    columns = torch.tensor(
+        [[0, 1, 1, 0.5, 2, 0.7], [1, 0.9, 1, 0.3, 1, 0.95], [0, 0, 0.1, 0, 0.02, 0]]
+    )
+    temperature, top_p, min_p = (to(column) for column in columns)
+    u = sample.uniform_noise(to(torch.arange(6)), to(torch.arange(6) * 7))
+    top_k = to(torch.tensor([0, 0, 5, 40, 0, 3]))
+    tokens, largest = sample.sample_tokens(logits, temperature, top_k, top_p, min_p, u)
+    return [tokens, largest, *sample.greedy_sample(logits)]
+
+
+def _logprobs(logprobs: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return list(logprobs.rank_tokens(to(_randn(4, 1000)), to(torch.tensor([1, 5, 999, 0])), 3))
+
+
+def _penalties(penalties: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    logits = to(_randn(4, 100))
+    counts, seen = to(torch.zeros(5, 100, dtype=torch.int32)), to(torch.zeros(5, 100) > 1)
+    penalties.count_tokens(counts, seen, to(torch.tensor([4, 4, 1])), to(torch.tensor([7, 7, 99])))
+    rows, slots = to(torch.tensor([3, 0])), to(torch.tensor([4, 1]))
+    each = [to(torch.tensor(pair)) for pair in ([1.2, 0.8], [0.5, 0.0], [0.1, 0.3])]
+    penalties.apply_penalties(logits, rows, slots, counts, seen, *each)
+    return [logits, counts]
+
+
+def _bitmask(bitmask: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    logits = to(_randn(4, 70))
+    mask = torch.tensor([[-2, 5, 3], [0, -1, 1]], dtype=torch.int32)
+    bitmask.apply_bitmask(logits, to(mask), to(torch.tensor([2, 0])), -math.inf)
+    return [logits.nan_to_num(neginf=-1e9)]
+
+
+def _moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x = to(_randn(7, 32))
+    weights, experts = moe.route(to(_randn(7, 4)), 2, True)
+    made = {e: (to(_randn(48, 32)), to(_randn(32, 24))) for e in range(4)}
+    outputs = torch.zeros(7, 2, 32, dtype=x.dtype, device=x.device)
+    moe.expert_outputs(x, experts, made, outputs)
+    return [weights, moe.combine_experts(outputs, weights.to(x.dtype))]
+
+
+CASES: list[tuple[str, Case]] = [
+    ("norm", _rms_norm),
+    ("norm", _layer_norm),
+    ("activation", _activation),
+    ("rope", _rope),
+    ("cache", _cache),
+    ("attention", _attention),
+    ("linear", _linear),
+    ("linear", _argmax),
+    ("sample", _sample),
+    ("logprobs", _logprobs),
+    ("penalties", _penalties),
+    ("bitmask", _bitmask),
+    ("moe", _moe),
+]
+"""(operation, case); `inputs` and `lora` are tested by the answers of whole engines."""
+_FLOAT32_ONLY = ("sample", "logprobs", "penalties", "bitmask")
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+
+def run(scale: Scale) -> Figures:
+    figures: Figures = {}
+    for operation, case in CASES:
+        module = backends.get(operation, scale.device)
+        figures[operation] = module.__name__.split(".")[-2]
+        types = [torch.float32] if operation in _FLOAT32_ONLY else list(_TOLERANCE)
+        for dtype in types:
+            results = _results(case, module, scale.device, dtype)
+            reference = _results(case, _reference(operation), "cpu", dtype)
+            for got, expected in zip(results, reference, strict=True):
+                tolerance = _TOLERANCE[dtype]
+                torch.testing.assert_close(
+                    got.cpu(), expected, rtol=tolerance, atol=tolerance,
+                    msg=lambda text, what=(operation, dtype): f"{what}: {text}",
+                )  # fmt: skip
+    return figures
+
+
+def _reference(operation: str) -> ModuleType:
+    module = backends.load("reference", operation)
+    assert module is not None
+    return module
+
+
+def _results(case: Case, module: ModuleType, device: str, dtype: torch.dtype) -> list[Tensor]:
+    """Computes the case with the same numbers for each backend."""
+    _randn_generator.manual_seed(0)
+
+    def to(tensor: Tensor) -> Tensor:
+        return tensor.to(device, dtype if tensor.dtype == torch.float32 else tensor.dtype)
+
+    torch.manual_seed(0)
+    return case(module, to)
