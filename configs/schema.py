@@ -167,6 +167,9 @@ class ClusterConfig(Section, frozen=True):
     cpus_per_worker: Annotated[float, Meta(gt=0, le=65_536)] = 0.01
     """Ray `CPU` that a worker on CPU reserves; tiny, so that small machines can run many
     workers."""
+    gpus_per_worker: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Ray `GPU` that a worker on a GPU reserves. With a part of a GPU, several engines of one
+    worker share it, and each takes this part of its memory at most."""
     load_report_s: Seconds = 0.05
     """Longest delay before a change of load is reported."""
     heartbeat_s: Seconds = 1.0
@@ -349,6 +352,12 @@ def _check(config: Config) -> None:
             f"parallel.data={parallel.data} is outside the range from "
             f"cluster.min_engines={cluster.min_engines} to "
             f"cluster.max_engines={cluster.max_engines}; change one of the three"
+        )
+    if cluster.gpus_per_worker < 1 and (parallel.world > 1 or parallel.expert):
+        raise ConfigError(
+            f"cluster.gpus_per_worker={cluster.gpus_per_worker:g}: workers of a group would share "
+            "a GPU, which NCCL refuses; set it to 1, or set parallel.tensor=1, "
+            "parallel.pipeline=1 and parallel.expert=false"
         )
     check_autoscaling(config.autoscaling, cluster.min_engines, cluster.max_engines)
     model = config.model

@@ -85,7 +85,7 @@ OF_LIBRARIES = {
         *("identity", "heartbeat_ivl", "heartbeat_timeout", "tcp_maxrt", "connect_timeout"),
     },
     "kernels/cpu/*": {"argtypes", "restype", "calls", "count"},
-    "worker/comm/*": {"rootRank", "_timeout", "_threads", "_devices"},
+    "worker/comm/*": {"rootRank", "asyncOp", "blocking", "_timeout", "_threads", "_devices"},
     "worker/drafting/mtp_model.py": {"num_hidden_layers"},
     "worker/models/*": {
         *("classifier_token_ids", "tie_word_embeddings", "_attn_implementation", "weight"),

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import ray
 
+from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.runtime.network import host_address
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
@@ -42,12 +43,12 @@ class WorkerActor:
         prepare_for_torch()
         from swell.worker.worker import Worker
 
-        # A worker sees only the GPU that Ray assigned to it.
+        gpus = gpu_indices(ray.get_gpu_ids(), os.environ.get(VISIBLE_GPUS))
         self._worker = Worker(
             self._config,
             self._rank,
             self._local_workers,
-            local_rank=0,
+            gpu=gpus[0] if gpus else 0,
             progress=self._report_progress,
             host=host_address(self._config.cluster.interface, ray.util.get_node_ip_address()),
         )

@@ -42,7 +42,7 @@ def count_cache_blocks(
     useful = rows * -(-length // cache.block_tokens) if device.type == "cpu" else None
     if not kv_cache.keeps_kv(model.attention_layers()):
         useful = kv_cache.blocks_of_steps(config.scheduler, cache.block_tokens)
-    free = kv_cache.free_bytes(device, local_workers)
+    free = kv_cache.free_bytes(device, local_workers, config.cluster.gpus_per_worker)
     free = max(0, free - mapped_bytes)  # a cache in their place would evict the weights
     if device.type == "cpu":  # offloaded blocks are in the same memory
         free = max(0, free - cache.offload_bytes)

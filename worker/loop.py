@@ -84,6 +84,10 @@ class WorkerLoop:
         if self._aborted >= self._generation:
             self._worker.abort(self._aborted)
 
+    def poll_groups(self) -> None:
+        """Aborts the groups if a peer is known to have failed. May be called from any thread."""
+        self._worker.poll_groups()
+
     def _handle(self, command: WorkerCommand | None) -> None:
         match command:
             case None if self._pending_outputs:
@@ -128,7 +132,8 @@ class WorkerLoop:
 
 
 class HeartbeatThread:
-    """Sends heartbeats and handles `AbortGroups` on the second channel, on a separate thread."""
+    """Sends heartbeats, handles `AbortGroups` on the second channel and asks the groups for failed
+    peers, on a separate thread. Nothing here waits for a device or a peer."""
 
     def __init__(
         self, loop: WorkerLoop, outlet: Outlet[WorkerCommand], heartbeat_interval_s: float
@@ -158,4 +163,5 @@ class HeartbeatThread:
                 self._loop.abort(command.generation)
             else:
                 self._loop.reabort()
+            self._loop.poll_groups()
         self._outlet.close()

@@ -244,10 +244,11 @@ class ModelRunner:
         return self._output(plan, sync_result, sampled)
 
     def drain(self) -> None:
-        """Finishes all messages between the stages before the groups are left. Every step must have
-        been computed."""
+        """Finishes all messages between the workers before the groups are left. Every step must
+        have been computed, and every worker of the engine calls it."""
         self.feedback.drain()
         self._pending_sends.drain()
+        self.mesh.drain()
 
     def _apply(self, plan: SchedulerOutput) -> None:
         """Puts new requests into their slots, and assigns blocks to new and running requests."""

@@ -62,10 +62,9 @@ class Worker:
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers`: the number of the engine's workers on this machine, which share its cores.
-    `local_rank`: this worker's index among them, which selects the GPU (None: derived from the
-    rank). `progress` is called while weights are loaded. `host`: the address of this machine at
-    which other workers reach it. Several workers may be threads of one process: none keeps global
-    state.
+    `gpu`: the index of this worker's GPU among those that torch sees. `progress` is called while
+    weights are loaded. `host`: the address of this machine at which other workers reach it. Several
+    workers may be threads of one process: none keeps global state.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Worker:
         config: Config,
         rank: int = 0,
         local_workers: int = 1,
-        local_rank: int | None = None,
+        gpu: int = 0,
         progress: LoadProgress | None = None,
         host: str = "127.0.0.1",
     ) -> None:
@@ -83,8 +82,7 @@ class Worker:
         self.local_workers = max(1, local_workers)
         self._progress = progress
         self._host = reachable(host)
-        own_rank = rank % self.local_workers if local_rank is None else local_rank
-        self.device = device_of(config.model.device, own_rank)
+        self.device = device_of(config.model.device, gpu)
         if self.device.type == "cuda":
             prepare_for_nccl(self._host, config.cluster.interface)
         self.mesh: Mesh | None = None
@@ -279,6 +277,13 @@ class Worker:
         if mesh is not None:
             mesh.abort(generation)
 
+    def poll_groups(self) -> None:
+        """Aborts the groups if a peer is known to have failed; from any thread. Without this, an
+        operation on a GPU waits for a dead peer until the engine notices the death."""
+        mesh = self.mesh
+        if mesh is not None:
+            mesh.poll()
+
     def open_store(self) -> tuple[str, int]:
         """See `Stores.open`."""
         return self._stores.open()
@@ -421,16 +426,16 @@ class Worker:
         torch.set_num_threads(max(1, threads))
 
 
-def device_of(configured: str, local_rank: int) -> torch.device:
+def device_of(configured: str, gpu: int) -> torch.device:
     """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
     GPU does not exist."""
     if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
-    if local_rank >= torch.cuda.device_count():
+    if gpu >= torch.cuda.device_count():
         raise ValueError(
-            f"worker {local_rank} of this machine needs a GPU of its own, but torch sees "
-            f"{torch.cuda.device_count()}; lower parallel.tensor or parallel.pipeline"
+            f"a worker of this machine needs the GPU with index {gpu}, but torch sees "
+            f"{torch.cuda.device_count()} GPUs; lower parallel.tensor or parallel.pipeline"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", gpu)

@@ -7,7 +7,7 @@ next step is prepared while the device computes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -57,12 +57,15 @@ class InlineExecutor(Executor):
         *,
         workers_per_machine: int = 1,
         host: str = "127.0.0.1",
+        gpus: Sequence[int] = (),
         **_shell: Any,
     ) -> None:
-        """`host`: address at which workers of other engines can reach this process."""
+        """`host`: address at which workers of other engines can reach this process. `gpus`: torch's
+        indices of the GPUs of this process; the worker uses the first one."""
         self._config = config
         self._host = host
         self._local_workers = workers_per_machine
+        self._gpu = gpus[0] if gpus else 0
         self._worker: Any = None
         self._group_error: Any = ()
         self._store: tuple[str, int] | None = None
@@ -83,7 +86,7 @@ class InlineExecutor(Executor):
         progress("loading weights")
         try:
             self._worker = Worker(
-                self._config, 0, self._local_workers, 0, report_progress, self._host
+                self._config, 0, self._local_workers, self._gpu, report_progress, self._host
             )
             limits = agree_limits(self._config, [self._worker.load()])
             progress("allocating the KV cache")

@@ -10,7 +10,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -65,13 +65,14 @@ class WorkerThread:
         local_workers: int,
         progress: LoadProgress,
         host: str = "127.0.0.1",
+        gpu: int = 0,
     ) -> None:
         self._calls: queue.SimpleQueue[tuple[str, tuple[Any, ...], Future[Any]] | None]
         self._calls = queue.SimpleQueue()
         self._worker: Any = None
         self._thread = threading.Thread(
             target=self._run,
-            args=(config, rank, local_workers, progress, host),
+            args=(config, rank, local_workers, progress, host, gpu),
             name=f"swell-worker-{rank}",
             daemon=True,
         )
@@ -100,7 +101,13 @@ class WorkerThread:
         return self._worker.progress_counter if self._worker is not None else 0
 
     def _run(
-        self, config: Config, rank: int, local_workers: int, progress: LoadProgress, host: str
+        self,
+        config: Config,
+        rank: int,
+        local_workers: int,
+        progress: LoadProgress,
+        host: str,
+        gpu: int,
     ) -> None:
         """Runs calls until stopped. Every call gets an answer, even after an exception: the
         engine's loop waits for it."""
@@ -118,14 +125,7 @@ class WorkerThread:
                 if broken and method == "execute_model":
                     raise GroupError("the step was planned before its groups failed")
                 if self._worker is None:
-                    self._worker = Worker(
-                        config,
-                        rank,
-                        local_workers,
-                        local_rank=rank,
-                        progress=progress,
-                        host=host,
-                    )
+                    self._worker = Worker(config, rank, local_workers, gpu, progress, host)
                 result = getattr(self._worker, method)(*args)
                 broken = broken and method != "regroup"
                 future.set_result(result)
@@ -187,9 +187,11 @@ class InprocExecutor(Executor):
         *,
         workers_per_machine: int | None = None,
         host: str = "127.0.0.1",
+        gpus: Sequence[int] = (),
         **_shell: Any,
     ) -> None:
-        """`host`: address at which workers of other engines can reach this process."""
+        """`host`: address at which workers of other engines can reach this process. `gpus`: torch's
+        indices of the GPUs of this process, one for each worker; by default the first ones."""
         self._config = config
         self._host = host
         self._store: tuple[str, int] | None = None
@@ -198,6 +200,7 @@ class InprocExecutor(Executor):
         self._generation = 0
         self._aborted = -1
         self._local_workers = workers_per_machine or config.parallel.world
+        self._gpus = gpus or range(config.parallel.world)
         self._threads: list[WorkerThread] = []
         self._loads = QueuedLoads(config.parallel.world)
 
@@ -218,8 +221,9 @@ class InprocExecutor(Executor):
         try:
             for rank in range(parallel.world):
                 load_progress = report_progress if rank == 0 else _no_progress
+                place = (self._host, self._gpus[rank])
                 self._threads.append(
-                    WorkerThread(self._config, rank, self._local_workers, load_progress, self._host)
+                    WorkerThread(self._config, rank, self._local_workers, load_progress, *place)
                 )
             limits = agree_limits(self._config, self._call_all("load"))
             progress("allocating the KV cache")

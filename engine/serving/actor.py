@@ -13,6 +13,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from swell.configs.runtime import process
+from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, other_ports
 from swell.configs.runtime.process import freeze_gc
@@ -85,6 +86,7 @@ class EngineActor:
             host=self._host,
             workers_by_node=shares,
             workers_per_machine=shares[ray.get_runtime_context().get_node_id()],
+            gpus=gpu_indices(ray.get_gpu_ids(), os.environ.get(VISIBLE_GPUS)),
         )
         limits = executor.start(self._set_status)
         self._serve(EngineCore(self._config, executor, limits))

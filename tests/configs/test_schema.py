@@ -22,7 +22,7 @@ CONTRACT_KEYS = {
     "cache": ["block_tokens", "memory_bytes", "memory_fraction", "prefix_caching"],
     "scheduler": ["max_tokens_per_step", "max_rows", "policy", "steps_in_flight"],
     "serve": ["host", "port", "ingress_replicas", "api_keys_file"],
-    "cluster": ["min_engines", "max_engines", "stall_timeout_s"],
+    "cluster": ["min_engines", "max_engines", "stall_timeout_s", "gpus_per_worker"],
 }
 """Keys on which scripts and users rely: keys may be added, but these may not be removed."""
 
@@ -317,6 +317,16 @@ def test_a_bad_override_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_override(text)
     assert repr(text) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("split", [{"tensor": 2}, {"pipeline": 2}, {"expert": True}])
+def test_a_part_of_a_gpu_is_only_for_engines_of_one_worker(split: dict[str, object]) -> None:
+    half = {"cluster.gpus_per_worker": 0.5}
+    assert config(cluster={"gpus_per_worker": 0.5}).cluster.gpus_per_worker == 0.5
+    text = refusal({"model": {"path": "m"}, "parallel": split}, half)
+    assert text.startswith("cluster.gpus_per_worker=0.5: ") and "set it to 1" in text
+    assert "cluster.gpus_per_worker" in refusal("m", {"cluster.gpus_per_worker": 1.5})
+    assert "cluster.gpus_per_worker" in refusal("m", {"cluster.gpus_per_worker": 0})
 
 
 @given(st.text(max_size=20))

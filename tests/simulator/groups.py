@@ -22,7 +22,7 @@ from tests.simulator.network.network import Network
 GROUP_TIMEOUT_S = 120.0
 """Equals `swell.worker.comm.mesh.GROUP_TIMEOUT_S`."""
 _CONNECT_S = 20.0
-"""Equals `swell.worker.comm.transport.CONNECT_S`."""
+"""Equals `swell.worker.comm.gloo_transport.CONNECT_S`."""
 _POLL_S = 0.05
 _DELAY_S = 0.0005
 """The delay from a member to its peers."""

@@ -9,7 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from swell.configs.runtime.log import first_line
 from swell.worker.comm.transport import Transport
@@ -85,13 +90,29 @@ class Group(ABC):
         """Raises `GroupError` if the group was aborted: results since then are not valid."""
 
     @abstractmethod
+    def poll(self) -> bool:
+        """Returns whether a peer is known to have failed; no operation may have noticed it. Returns
+        at once. May be called from any thread."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Waits until every member has all messages that were sent to it. Every member calls
+        it."""
+
+    @abstractmethod
     def abort(self) -> None:
-        """Makes the operation in flight fail, here and at the peers. May be called from any
-        thread."""
+        """Begins to make the operations in flight fail, here and at the peers. Returns at once. May
+        be called from any thread."""
+
+    @abstractmethod
+    def finish_abort(self) -> None:
+        """Waits until the operations in flight have ended, if `abort` was called. Raises
+        `AbortStuck`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves at once: peers inside an operation get an error. Frees sockets and threads."""
+        """Leaves the group: peers inside an operation get an error. Frees sockets and threads.
+        Raises `AbortStuck`."""
 
 
 class SoloGroup(Group):
@@ -124,7 +145,16 @@ class SoloGroup(Group):
     def check(self) -> None:
         pass
 
+    def poll(self) -> bool:
+        return False
+
+    def drain(self) -> None:
+        pass
+
     def abort(self) -> None:
+        pass
+
+    def finish_abort(self) -> None:
         pass
 
     def close(self) -> None:
@@ -168,7 +198,7 @@ class ProcessGroup(Group):
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
         if not t.is_contiguous():
             return t.copy_(self.all_reduce(t.contiguous()))
-        self._run("allreduce", [t])
+        self._run("allreduce", [t], _on_current_stream(AllreduceOptions()))
         return t
 
     def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
@@ -190,21 +220,31 @@ class ProcessGroup(Group):
         t = t.contiguous()
         if self._dry_run:
             return torch.cat([t] * self.size, dim=dim)
-        parts = [torch.empty_like(t) for _ in range(self.size)]
-        self._run("allgather", [parts], [t])
-        return torch.cat(parts, dim=dim)
+        if dim < 0:
+            dim += t.dim()
+        shape = [*t.shape]
+        shape[dim] *= self.size
+        if not t.numel():
+            return t.new_empty(shape)
+        # [size * n, ...] for t [n, ...]: the result, if it is along dimension 0
+        parts = t.new_empty(self.size * len(t), *t.shape[1:])
+        self._run("_allgather_base", parts, t, _on_current_stream(AllgatherOptions()))
+        if dim == 0:
+            return parts
+        return parts.view(self.size, *t.shape).movedim(0, dim).reshape(shape)
 
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
         if self._dry_run:
             return t[: len(t) // self.size].clone()
         part = t.new_empty(len(t) // self.size, *t.shape[1:])
-        self._run("_reduce_scatter_base", part, t.contiguous())
+        options = _on_current_stream(ReduceScatterOptions())
+        self._run("_reduce_scatter_base", part, t.contiguous(), options)
         return part
 
     def broadcast(self, t: torch.Tensor, src: int) -> torch.Tensor:
         if not t.is_contiguous():
             return t.copy_(self.broadcast(t.contiguous(), src))
-        options = dist.BroadcastOptions()
+        options = _on_current_stream(BroadcastOptions())
         options.rootRank = src
         self._run("broadcast", [t], options)
         return t
@@ -220,18 +260,35 @@ class ProcessGroup(Group):
         return t
 
     def check(self) -> None:
-        if self._transport is None or self._transport.aborted:
-            raise GroupError(f"group {self.name!r} was aborted or left")
+        transport = self._transport
+        if transport is None or transport.aborted:
+            reason = f": {transport.reason}" if transport is not None and transport.reason else ""
+            raise GroupError(f"group {self.name!r} was aborted or left{reason}")
+
+    def poll(self) -> bool:
+        transport = self._transport
+        return transport is not None and transport.poll()
+
+    def drain(self) -> None:
+        transport = self._transport
+        if transport is not None and not transport.aborted:
+            self._guard("drain", transport.drain)
 
     def abort(self) -> None:
         transport = self._transport
         if transport is not None:
             transport.abort()
 
+    def finish_abort(self) -> None:
+        if self._transport is not None:
+            self._transport.finish_abort()
+
     def close(self) -> None:
         if self._transport is not None:
-            self._transport.close()
-            self._transport = None
+            try:
+                self._transport.close()  # `abort` must find the transport while it is closed
+            finally:
+                self._transport = None
 
     def finish(self, operation: str, work: Any) -> None:
         """Waits for an operation that `_start` returned. Raises `GroupError`."""
@@ -260,6 +317,13 @@ class ProcessGroup(Group):
             raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error
         self.check()
         return result
+
+
+def _on_current_stream(options: Any) -> Any:
+    """Sets that an operation runs on the current stream of a GPU, not on one of its own, which the
+    current stream would have to wait for."""
+    options.asyncOp = False
+    return options
 
 
 def make_group(name: str, rank: int, size: int) -> Group:

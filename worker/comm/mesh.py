@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from swell.configs.runtime.log import first_line
 from swell.configs.runtime.secret import SecretBytes
 from swell.configs.schema import ParallelConfig
+from swell.worker.comm.connect import connect
 from swell.worker.comm.group_secret import GroupSecret
 from swell.worker.comm.groups import (
     Group,
@@ -39,7 +41,7 @@ from swell.worker.comm.groups import (
     SoloGroup,
     make_group,
 )
-from swell.worker.comm.transport import PeersAbsent, connect
+from swell.worker.comm.transport import PeersAbsent
 from swell.worker.wire import GroupPlan
 
 __all__ = ["GROUP_TIMEOUT_S", "Group", "GroupError", "Handle", "Mesh", "ProcessGroup", "SoloGroup"]
@@ -166,11 +168,13 @@ class Mesh:
 
         Blocks until all peers have joined; each is waited for `timeout_s`. Raises `GroupError` if
         one does not join or `abort` is called; groups that were not formed are then closed, and
-        their operations raise until a later plan.
+        their operations raise until a later plan. Raises `AbortStuck` if an earlier abort does not
+        finish.
         """
         assert plan.generation == self.generation, "begin must be called first"
-        for group in self._between_engines():
-            group.close()
+        for group in self._all_groups():
+            group.finish_abort()
+        _close(self._between_engines())
         if own_store is not None:
             self._form_own(own_store, timeout_s, plan.secret)
         if plan.engines == 1:
@@ -181,8 +185,8 @@ class Mesh:
         self.epoch = plan.epoch
 
     def abort(self, generation: int | None = None) -> None:
-        """Makes operations in flight fail, and later ones until `regroup`. May be called from any
-        thread.
+        """Makes operations in flight fail, and later ones until `regroup`. Returns at once. May be
+        called from any thread.
 
         With `generation`, groups of a later plan are not aborted.
         """
@@ -193,15 +197,27 @@ class Mesh:
         for group in self._all_groups():
             group.abort()
 
+    def poll(self) -> None:
+        """Aborts all groups if one of them reports a failed peer that no operation may have
+        noticed. Returns at once. May be called from any thread."""
+        generation = self.generation
+        if any(group.poll() for group in self._all_groups()):
+            self.abort(generation)
+
+    def drain(self) -> None:
+        """Waits until every worker of the engine has all messages of the engine's own groups. Every
+        worker calls it."""
+        for group in (self.tensor, self.pipeline, self.feedback):
+            group.drain()
+
     def check(self) -> None:
         """Raises `GroupError` if a group was aborted: the results of the step are not valid."""
         for group in self._all_groups():
             group.check()
 
     def close(self) -> None:
-        """Leaves all groups at once; a peer inside an operation gets an error."""
-        for group in self._all_groups():
-            group.close()
+        """Leaves all groups; a peer inside an operation gets an error. Raises `AbortStuck`."""
+        _close(self._all_groups())
 
     def _all_groups(self) -> list[Group]:
         return [self.tensor, self.pipeline, self.feedback, *self._between_engines()]
@@ -210,9 +226,9 @@ class Mesh:
         return [group for group in (self.data, self.sync, self.expert) if group is not self.tensor]
 
     def _form_own(self, store: dist.Store, timeout_s: float, secret: SecretBytes) -> None:
-        kind, plan = self.device.type, f"generation{self.generation}"
+        device, plan = self.device, f"generation{self.generation}"
         groups = (self.tensor, self.pipeline, self.feedback)
-        self._form([(group, kind, None) for group in groups], store, timeout_s, secret, plan)
+        self._form([(group, device, None) for group in groups], store, timeout_s, secret, plan)
 
     def _form_between_engines(self, plan: GroupPlan, store: dist.Store, timeout_s: float) -> None:
         suffix, tensor, engines = f"{self.stage}.{self.tensor_rank}", self.tensor.size, plan.engines
@@ -220,34 +236,33 @@ class Mesh:
         self.sync = make_group(f"sync{suffix}", plan.index, engines)
         rank = plan.index * tensor + self.tensor_rank
         self.expert = make_group(f"expert{self.stage}", rank, engines * tensor)
-        kind, secret = self.device.type, plan.expert_secret
-        groups = [(self.data, kind, 1), (self.sync, "cpu", 1), (self.expert, kind, tensor)]
+        device, secret, cpu = self.device, plan.expert_secret, torch.device("cpu")
+        groups = [(self.data, device, 1), (self.sync, cpu, 1), (self.expert, device, tensor)]
         self._form(groups, store, timeout_s, secret, f"epoch{plan.epoch}")
 
     def _form(
         self,
-        groups: Sequence[tuple[Group, str, int | None]],
+        groups: Sequence[tuple[Group, torch.device, int | None]],
         store: dist.Store,
         timeout_s: float,
         secret: SecretBytes,
         plan: str,
     ) -> None:
-        """Forms groups, given with their device type and the number of ranks that an engine has in
+        """Forms groups, given with their device and the number of ranks that an engine has in
         each (None: the group is within one engine). `plan`: a name that is new to the store."""
         try:
-            for group, kind, ranks in groups:
+            for group, device, ranks in groups:
                 if isinstance(group, ProcessGroup):
                     own = GroupSecret(secret, f"{plan}/{group.name}")
-                    self._open(group, kind, ranks, store, timeout_s, own)
+                    self._open(group, device, ranks, store, timeout_s, own)
         except BaseException:
-            for group, _kind, _ranks in groups:
-                group.close()
+            _close([group for group, _device, _ranks in groups])
             raise
 
     def _open(
         self,
         group: ProcessGroup,
-        kind: str,
+        device: torch.device | str,
         engine_ranks: int | None,
         store: dist.Store,
         timeout_s: float,
@@ -255,13 +270,21 @@ class Mesh:
     ) -> None:
         rank, size, aborted = group.rank, group.size, self._aborted
         try:
-            group.reopen(connect(kind, store, rank, size, timeout_s, aborted, secret, self.host))
+            transport = connect(device, store, rank, size, timeout_s, aborted, secret, self.host)
         except (RuntimeError, OSError) as error:
             text = f"group {group.name!r} could not be formed at {self.host}: {first_line(error)}"
             absent = error.ranks if engine_ranks and isinstance(error, PeersAbsent) else []
             engines = sorted({rank // (engine_ranks or 1) for rank in absent})
             raise GroupError(text, engines) from error
+        group.reopen(transport)
         # `abort` sets the event before it aborts transports, so either it finds this transport or
         # the event is set here.
         if self._aborted.is_set():
             raise GroupError(f"group {group.name!r} was aborted while it was formed")
+
+
+def _close(groups: Sequence[Group]) -> None:
+    """Closes all groups, even if one raises."""
+    with ExitStack() as stack:
+        for group in reversed(groups):  # a stack calls in reverse order
+            stack.callback(group.close)

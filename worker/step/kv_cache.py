@@ -34,11 +34,15 @@ def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch
     return 2 * elements * block_tokens * dtype.itemsize
 
 
-def free_bytes(device: torch.device, local_workers: int) -> int:
+def free_bytes(device: torch.device, local_workers: int, gpu_share: float = 1.0) -> int:
     """Returns the free bytes of the device; on CPU, this worker's share of the free memory of the
-    machine, within its cgroup limits."""
+    machine, within its cgroup limits. `gpu_share`: the part of a GPU that this process may use;
+    other processes, which use the rest, may not have allocated their memory yet."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        free, total = torch.cuda.mem_get_info(device)
+        if gpu_share == 1:
+            return free
+        return max(0, min(free, int(total * gpu_share) - torch.cuda.memory_reserved(device)))
     return available_memory_bytes() // local_workers
 
 

@@ -30,7 +30,7 @@ def bundles(config: Config) -> tuple[dict[str, float], int]:
     count = 1 if _is_in_process(config) else parallel.pipeline
     workers = parallel.world // count
     if config.model.device == "cuda":
-        return {"GPU": float(workers)}, count
+        return {"GPU": config.cluster.gpus_per_worker * workers}, count
     return {"CPU": config.cluster.cpus_per_worker * workers}, count
 
 

@@ -37,8 +37,8 @@ from swell.engine.serving.coordinator_client import (
     EngineCallbacks,
     EngineSnapshot,
 )
+from swell.worker.comm.gloo_transport import PeerWaiter
 from swell.worker.comm.groups import GroupError
-from swell.worker.comm.transport import PeerWaiter
 from swell.worker.loop import HeartbeatThread as WorkerHeartbeatThread
 from swell.worker.loop import WorkerLoop
 from swell.worker.wire import WorkerCommand, WorkerHeartbeat, WorkerMessage

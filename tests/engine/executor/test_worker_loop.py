@@ -13,6 +13,7 @@ from swell.configs.lora import Adapter
 from swell.coordinator.transport.channel import Inbox, Outlet, make_keys
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.worker.comm.groups import GroupError
+from swell.worker.comm.transport import AbortStuck
 from swell.worker.loop import HeartbeatThread, WorkerLoop
 from swell.worker.wire import (
     AdapterLoaded,
@@ -52,6 +53,8 @@ class StubWorker:
         self.aborts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.steps: dict[int, Callable[[], object]] = {}
         self.forming: Callable[[], object] = lambda: None
+        self.lost_peer = threading.Event()
+        """Set when the groups report a failed peer."""
         self.loads: list[Callable[[], None]] = []
         """Callbacks that report an adapter as loaded."""
 
@@ -75,6 +78,10 @@ class StubWorker:
 
     def abort(self, generation: int | None = None) -> None:
         self.aborts.put(generation)
+
+    def poll_groups(self) -> None:
+        if self.lost_peer.is_set():
+            self.abort()
 
     def wait_for_abort(self) -> None:
         """Blocks until `abort` and raises, like a collective whose peers have left."""
@@ -147,7 +154,9 @@ def test_results_are_in_order_and_every_plan_is_started(engine):
     assert [engine.receive() for _ in range(8)] == [ModelRunnerOutput(step) for step in range(1, 9)]
 
 
-@pytest.mark.parametrize("error", [GroupError("a peer has gone", [2]), IndexError("slot 99")])
+@pytest.mark.parametrize(
+    "error", [GroupError("a peer has gone", [2]), IndexError("slot 99"), AbortStuck("kernels run")]
+)
 def test_after_a_failure_nothing_is_computed_until_the_groups_form_again(engine, error):
     def fail() -> None:
         raise error
@@ -191,6 +200,15 @@ def test_an_abort_ends_a_step_and_older_aborts_have_no_effect(engine):
     assert isinstance(failure, WorkerFailure) and failure.group
     seen = {engine.worker.aborts.get() for _ in range(engine.worker.aborts.qsize())}
     assert 1 not in seen, "those groups had been left before"
+
+
+def test_a_failed_peer_that_only_the_groups_know_ends_a_step(engine):
+    engine.worker.steps[1] = engine.worker.wait_for_abort
+    engine.send(plan(1))
+    until(lambda: engine.worker.executed == [1])
+    engine.worker.lost_peer.set()
+    failure = engine.receive()
+    assert isinstance(failure, WorkerFailure) and failure.group
 
 
 def test_an_abort_before_the_groups_are_formed_is_not_missed(engine):

@@ -13,6 +13,7 @@ import ray
 
 from swell.cluster.control.engines.actor_names import EngineName
 from swell.configs.runtime import process
+from swell.configs.runtime.gpus import VISIBLE_GPUS
 from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
@@ -21,6 +22,7 @@ from swell.coordinator.wire import CoordinatorMessage
 from swell.engine.serving import actor
 from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
+from swell.worker import worker
 from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO
 from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
@@ -41,6 +43,8 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(actor, "placement_group_table", lambda: groups)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True}, {"Alive": True}])
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.255.255.1")
+    monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["6"])
+    monkeypatch.setenv(VISIBLE_GPUS, "4,6")
     monkeypatch.setattr(actor, "find", lambda known, timeout_s: None)
     here = SimpleNamespace(get_node_id=lambda: "a")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: here)
@@ -60,12 +64,19 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     coordinator.close()
 
 
-def test_an_engine_listens_at_the_interface_and_has_its_share_of_the_host(shell: Any) -> None:
+def test_an_engine_listens_at_the_interface_and_has_its_share_of_the_host(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus: list[int] = []
+    device_of = worker.device_of
+    monkeypatch.setattr(
+        worker, "device_of", lambda kind, gpu: (gpus.append(gpu), device_of(kind, gpu))[1]
+    )
     ready = shell.start(None, shell._config, "1-a")
     host, _, port = ready.address.tcp.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1" and int(port) in PORTS[len(PORTS) // 4 :]
     assert shell._server.core.executor._worker.local_workers == 3
-    assert ready.node == "a"
+    assert ready.node == "a" and gpus == [1]
 
 
 def with_weights(shell: Any, folder: Path) -> Config:

@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from swell.configs.schema import load
-from swell.worker.comm import transport
+from swell.worker.comm import gloo_transport
+from swell.worker.comm.connect import connect
 from swell.worker.comm.group_secret import GroupSecret
 from swell.worker.comm.groups import make_group
 from swell.worker.comm.mesh import GroupError, Mesh
-from swell.worker.comm.transport import connect
 from swell.worker.wire import GroupPlan
 from swell.worker.worker import Worker
 from tests.worker.comm.test_mesh import in_threads
@@ -99,9 +99,9 @@ def test_an_unreachable_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         one.connect_ex(silent.getsockname())
     unused = socket.socket()
     unused.bind(("127.0.0.1", 0))
-    monkeypatch.setattr(transport, "_PROBE_S", 0.2)
-    assert not transport._answers(silent.getsockname())
-    assert transport._answers(unused.getsockname())
+    monkeypatch.setattr(gloo_transport, "_PROBE_S", 0.2)
+    assert not gloo_transport._answers(silent.getsockname())
+    assert gloo_transport._answers(unused.getsockname())
     for one in (*waiting, silent, unused):
         one.close()
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from swell.worker.comm import transport
+from swell.worker.comm.connect import connect
 from swell.worker.comm.gloo_sockets import refuse_connections
 from swell.worker.comm.group_secret import TOKEN_BYTES, ForeignAddress, GroupSecret
 from swell.worker.comm.mesh import GroupError, Mesh
-from swell.worker.comm.transport import ForeignMember, connect
+from swell.worker.comm.transport import ForeignMember, PeersAbsent
 from swell.worker.wire import GroupPlan
 from tests.worker.comm.test_addresses import PAIR
 from tests.worker.comm.test_mesh import in_threads
@@ -54,7 +54,7 @@ def test_ranks_with_different_secrets_do_not_find_each_other() -> None:
 
     def form(rank: int) -> str:
         secret = (OURS, THEIRS)[rank]
-        with pytest.raises(transport.PeersAbsent) as raised:
+        with pytest.raises(PeersAbsent) as raised:
             connect("cpu", store, rank, 2, 0.3, threading.Event(), secret)
         return str(raised.value)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
-from swell.worker.comm import transport
+from swell.worker.comm import gloo_transport
 from swell.worker.comm.mesh import Group, GroupError, Mesh, SoloGroup
 from swell.worker.wire import GroupPlan
 
@@ -192,7 +192,7 @@ def test_a_slow_peer_is_waited_for(slow: int) -> None:
         mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=30)
         group, got = mesh.pipeline, torch.empty(1)
         if rank == slow:
-            time.sleep(3 * transport._POLL_TIMEOUT.total_seconds())
+            time.sleep(3 * gloo_transport._POLL_TIMEOUT.total_seconds())
         if rank == 0:
             group.send(torch.ones(1), 1).wait()
             group.recv(got, 1)

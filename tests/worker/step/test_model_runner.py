@@ -386,6 +386,17 @@ def test_unneeded_messages_do_not_accumulate():
     assert group.received == 9  # the last token was added after the last step
 
 
+def test_a_worker_with_a_part_of_a_gpu_uses_only_this_part(monkeypatch):
+    """The free memory of a shared GPU may be that of an engine that is about to load."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    gpu = torch.device("cuda", 0)
+    assert kv_cache.free_bytes(gpu, 1) == 70
+    assert kv_cache.free_bytes(gpu, 1, 0.5) == 30
+    assert kv_cache.free_bytes(gpu, 1, 0.95) == 70
+    assert kv_cache.free_bytes(gpu, 1, 0.1) == 0
+
+
 def test_block_bytes_and_counts():
     layers = [Attention(8, 2, 64, 0.125), Attention(8, 4, 32, 0.125)]
     size = kv_cache.bytes_per_block(layers, 16, torch.bfloat16)

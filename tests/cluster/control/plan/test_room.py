@@ -17,6 +17,10 @@ def test_a_bundle_is_a_stage_and_its_tensor_ranks_share_a_host() -> None:
     on_cpu = config(model__device="cpu", cluster__cpus_per_worker=0.5, **split)
     assert bundles(on_cpu) == ({"CPU": 1.0}, 3)
     assert bundles(config(model__device="cuda", **split)) == ({"GPU": 2.0}, 3)
+    assert bundles(config(model__device="cuda", cluster__gpus_per_worker=0.25)) == (
+        {"GPU": 0.25},
+        1,
+    )
     together = config(model__device="cuda", parallel__executor="inproc", **split)
     assert bundles(together) == ({"GPU": 6.0}, 1)
 

@@ -1,0 +1,69 @@
+"""Connects the ranks of a group, on the transport of their device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from swell.worker.comm.gloo_transport import connect_gloo
+from swell.worker.comm.group_secret import GroupSecret
+from swell.worker.comm.nccl_transport import connect_nccl
+from swell.worker.comm.transport import POLL_S, Formation, PeersAbsent, Transport
+
+TRANSPORTS: dict[str, Callable[[Formation], Transport]] = {
+    "cpu": connect_gloo,
+    "cuda": connect_nccl,
+}
+"""Device type -> the function that connects the ranks of a group."""
+
+
+def connect(
+    device: torch.device | str,
+    store: dist.Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    aborted: threading.Event,
+    secret: GroupSecret,
+    host: str = "127.0.0.1",
+) -> Transport:
+    """Finds the other ranks through `store` and connects to them, if they know the secret.
+
+    `host`: the address of this machine at which the other ranks reach it. The address to which the
+    machine's own host name resolves does not matter.
+
+    Raises `PeersAbsent` if peers do not publish their addresses in time, or have not when `aborted`
+    is set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` if an untrusted
+    peer poses as a peer; `RuntimeError` if the store or peers are gone.
+    """
+    device = torch.device(device)
+    keys = dist.PrefixStore(secret.prefix, store)
+
+    def exchange_addresses(address: str) -> list[str]:
+        keys.set(f"address{rank}", secret.sign(rank, address))
+        names = [f"address{peer}" for peer in range(size)]
+        deadline = time.monotonic() + timeout_s
+        while not keys.check(names):
+            is_aborted = aborted.wait(POLL_S)
+            if is_aborted or time.monotonic() > deadline:
+                absent = [peer for peer in range(size) if not keys.check(names[peer : peer + 1])]
+                when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
+                raise PeersAbsent(f"ranks {absent} of {size} did not connect {when}", absent)
+        return [secret.open(peer, keys.get(name).decode()) for peer, name in enumerate(names)]
+
+    formation = Formation(
+        store=keys,
+        rank=rank,
+        size=size,
+        timeout_s=timeout_s,
+        exchange=exchange_addresses,
+        secret=secret,
+        host=host,
+        device=device,
+        aborted=aborted,
+    )
+    return TRANSPORTS[device.type](formation)

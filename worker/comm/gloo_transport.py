@@ -1,0 +1,163 @@
+"""The transport between CPUs: gloo. It cannot abort by itself (see `gloo_sockets.py`)."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from swell.worker.comm.gloo_sockets import (
+    Address,
+    listening_device,
+    refuse_connections,
+    shut_down_connections,
+)
+from swell.worker.comm.transport import Formation, PeersAbsent, Transport, check_members
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
+
+CONNECT_S = 20.0
+"""How long peers that have all published their addresses may take to connect, in seconds."""
+
+_PROBE_S = 0.5
+"""How long the host of a peer may take to accept or refuse a connection, in seconds."""
+
+_POLL_TIMEOUT = timedelta(seconds=0.2)
+"""How long an aborted gloo operation may take to fail."""
+
+_leaked_backends: list[Backend] = []
+"""Backends with an operation that never completes: destroying one would wait for it."""
+
+
+class PeerWaiter:
+    """Waits for operations on a separate thread, which can be abandoned if an operation never
+    completes."""
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Any, timedelta, Future[None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="gloo-peer", daemon=True)
+        self._thread.start()
+
+    def wait(self, work: Any, timeout: timedelta) -> Future[None]:
+        """Queues a wait; operations are waited for one after the other."""
+        done: Future[None] = Future()
+        self._works.put((work, timeout, done))
+        return done
+
+    def leave(self) -> None:
+        """Abandons the thread: it stops when its last operation completes, if ever."""
+        self._works.put(None)
+
+    def close(self) -> None:
+        """Stops the thread; no operation may be pending. The thread must not outlive the
+        interpreter: it destroys operations, which release the interpreter's lock and could not take
+        it again."""
+        self.leave()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (task := self._works.get()) is not None:
+            work, timeout, done = task
+            try:
+                work.wait(timeout)
+                done.set_result(None)
+            except Exception as error:  # raised in the caller, which waits for the future
+                done.set_exception(error)
+
+
+class GlooTransport(Transport):
+    """The transport between CPUs. In gloo, an operation that starts just as its connection breaks
+    may never complete: after an abort, `wait` raises within `_POLL_TIMEOUT` and abandons such an
+    operation."""
+
+    def __init__(self, backend: Backend, members: set[Address], timeout_s: float) -> None:
+        """`members`: the address at which each rank listens for connections of only this group."""
+        super().__init__(backend)
+        self._members = members
+        self._timeout = timedelta(seconds=timeout_s)
+        self._stuck = False
+        self._waiter: PeerWaiter | None = None
+
+    def wait(self, work: Any) -> None:
+        self._wait(lambda: work.wait(_POLL_TIMEOUT))
+
+    def wait_for_peer(self, work: Any) -> None:
+        """gloo breaks the connection when a wait for a send or receive times out, so another thread
+        waits for the whole timeout."""
+        if self._waiter is None:
+            self._waiter = PeerWaiter()
+        done = self._waiter.wait(work, self._timeout)
+        self._wait(lambda: done.result(_POLL_TIMEOUT.total_seconds()))
+
+    def _wait(self, poll: Callable[[], Any]) -> None:
+        while True:
+            aborted = self.aborted
+            try:
+                poll()
+                return
+            except (TimeoutError, RuntimeError) as error:
+                if not isinstance(error, TimeoutError) and "timed out" not in str(error):
+                    raise
+                if aborted:
+                    self._stuck = True
+                    _leaked_backends.append(self.backend)
+                    raise RuntimeError("the operation was aborted") from error
+
+    def close(self) -> None:
+        if self._stuck:  # stopping the thread or backend would wait for the operation
+            self.aborted = True
+            if self._waiter is not None:
+                self._waiter.leave()
+            return
+        if self._waiter is not None:
+            self._waiter.close()
+        self.aborted = True
+        self.backend.abort()
+
+    def abort(self) -> None:
+        self.aborted = True
+        shut_down_connections(self._members)
+
+
+def connect_gloo(formation: Formation) -> Transport:
+    """Connects the ranks of a group. Raises `PeersAbsent`, `ForeignMember` and `RuntimeError`."""
+    rank, size, timeout_s = formation.rank, formation.size, formation.timeout_s
+    device, own_address = listening_device(formation.host)
+    members = []
+    for address in formation.exchange("{} {}".format(*own_address)):
+        peer_host, _, peer_port = address.rpartition(" ")
+        members.append((peer_host, int(peer_port)))
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub
+    options._timeout = timedelta(seconds=min(timeout_s, CONNECT_S))
+    options._threads = 2
+    options._devices = [device]
+    try:
+        backend = dist.ProcessGroupGloo(formation.store, rank, size, options)
+    except RuntimeError as error:
+        if absent := [peer for peer, address in enumerate(members) if not _answers(address)]:
+            where = ", ".join(f"{peer} at {members[peer][0]}" for peer in absent)
+            raise PeersAbsent(f"no connection to ranks {where}: {error}", absent) from error
+        raise
+    transport = GlooTransport(backend, set(members), timeout_s)
+    check_members(transport, formation)
+    refuse_connections(own_address)
+    backend.set_timeout(timedelta(seconds=timeout_s))
+    return transport
+
+
+def _answers(address: Address) -> bool:
+    """Whether the host is up: a host that refuses a connection is."""
+    try:
+        socket.create_connection(address, _PROBE_S).close()
+    except ConnectionError:
+        return True
+    except OSError:
+        return False
+    return True
