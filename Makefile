@@ -12,6 +12,10 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' |
 CONFORMANCE := .venv-judges
 TRITON := .venv-triton
 
+# Python stores compiled modules even where the environment forbids it: compiling the tests, with rewritten assertions,
+# takes each of their processes 20 s.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
