@@ -7,6 +7,7 @@ from __future__ import annotations
 
 _CLIENT = "tests/cluster/client"
 _CONTROL = "tests/cluster/control"
+_NCCL = "tests/worker/comm/test_nccl_transport.py"
 _FAILOVER = f"{_CLIENT}/failover/test_failover.py"
 _CONNECTION = f"{_CLIENT}/test_engine_connection.py"
 _STATE = "tests/coordinator/test_state_machine.py"
@@ -294,6 +295,17 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
 LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "Where rounding depends on the batch": {},
     "The client of an ingress that dies sees a cut connection.": {},
+    "The loss of a peer on GPUs": {
+        "all communicators of a worker are aborted together": (
+            f"{_NCCL}::test_all_communicators_are_aborted_together_on_threads_of_their_own",
+        ),
+        "an abort that does not end replaces the worker": (
+            f"{_NCCL}::test_an_abort_that_does_not_end_is_not_an_error_of_the_group",
+        ),
+        "kill and stop a peer inside a collective": (
+            "tests/gpu/test_nccl.py::test_a_worker_survives_the_loss_of_a_peer_inside_a_collective",
+        ),
+    },
     "A stopped ingress": {
         "until its watchdog kills it, after `cluster.stall_timeout_s`": (
             "tests/cluster/test_watchdog.py::test_a_process_that_is_stopped_is_killed",
