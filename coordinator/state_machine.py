@@ -23,6 +23,7 @@ from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor
 from swell.coordinator.monitors.forming_monitor import (
+    FormingFailure,
     FormingMonitor,
     Remedy,
     named,
@@ -331,24 +332,28 @@ class CoordinatorStateMachine:
         sends: RankedCommands = []
         match failure.remedy:
             case Remedy.REMOVE:
-                for rank in sorted(failure.ranks):
-                    member = self.current_member(rank)
-                    reason = not_followed(rank, member, waves.epoch, failure.waited_s)
+                reasons = {rank: self._describe(failure, rank) for rank in sorted(failure.ranks)}
+                for rank, reason in reasons.items():
                     sends += self._remove_stalled(rank, reason, now)
             case Remedy.CALL_OFF:
                 for rank in sorted(failure.ranks):
-                    newcomer = self._joining.pop(rank)
-                    found = map(self.current_member, failure.unreached_by.get(rank, ()))
-                    peers = [peer for peer in found if peer is not None]
-                    self.called_off[rank] = not_formed(
-                        newcomer, failure.waited_s, peers, self._broken_reason
-                    )
+                    self.called_off[rank] = self._describe(failure, rank)
+                    del self._joining[rank]
                 self._sync_monitor(now)
                 remaining = self._without(set(failure.ranks))
                 sends += self._sync_roster(waves.change(remaining, lost=True), now)
             case Remedy.FORM_AGAIN:
                 sends += self._sync_roster(waves.broken(waves.epoch), now)
         return sends
+
+    def _describe(self, failure: FormingFailure, rank: int) -> str:
+        """Returns why the group is formed without this engine."""
+        member, waited_s = self.current_member(rank), failure.waited_s
+        found = map(self.current_member, failure.unreached_by.get(rank, ()))
+        peers = [peer for peer in found if peer is not None]
+        if member is None or (failure.remedy is Remedy.REMOVE and not peers):
+            return not_followed(rank, member, self.waves.epoch, waited_s)
+        return not_formed(member, waited_s, peers, self._broken_reason)
 
     def recover(self, epoch: int, hellos: Sequence[EngineHello], now: float) -> RankedCommands:
         """Takes over the engines of an earlier coordinator; `epoch` is the newest roster epoch that

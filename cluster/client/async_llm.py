@@ -56,7 +56,9 @@ class AsyncLLM(EngineListener):
         self._loads: dict[int, EngineLoad] = {}
         """Loads that changed since that view, by rank."""
         self.client_index = runtime.random_bits(31)
-        self._readiness = ReadinessTracker(config.cluster.stall_timeout_s)
+        self._readiness = ReadinessTracker(
+            config.cluster.stall_timeout_s, shares_experts=config.parallel.expert
+        )
         self._config = config
         self._admission = Admission(
             config.serve.max_waiting_requests,

@@ -15,9 +15,10 @@ follows:
    cancelled. An engine that served before hangs if it does not follow within half of the limit,
    and is removed. If all engines follow, the joins of newcomers in unreached pairs are cancelled;
    else those of newcomers that have not joined; else those of all newcomers. The others continue.
-4. An engine that is the only one of its group is probed, too: it waits for no peer, and it follows
-   if only its message was lost. If several engines without a newcomer cannot reach each other,
-   they form the group again.
+4. A group without a newcomer is probed, too. If all engines follow, and the group has not formed
+   within half of the limit, engines in unreached pairs are removed, as few as possible: while a
+   link between two hosts is down, the others serve. If no engine reports an unreached peer, the
+   group is formed again. The only engine of a group follows if only its message was lost.
 
 All durations count only time in which the coordinator listened (`listening_clock.py`).
 """
@@ -45,7 +46,7 @@ class Remedy(enum.Enum):
 
     WAIT = "wait"
     REMOVE = "remove"
-    """Remove these engines, which hang."""
+    """Remove these engines, which hang or which their peers do not reach."""
     CALL_OFF = "call off"
     """Continue without these newcomers."""
     FORM_AGAIN = "form again"
@@ -148,12 +149,9 @@ class FormingMonitor:
         pairs = _unreached_pairs(absent)
         unreached = cover(pairs, late)
         if unreached and unreached <= _named_by_others(absent):
-            return _call_off(unreached, pairs, waited_s)
-        if late or len(waves.ranks) == 1:
-            attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
-            self._attempt = attempt
-            return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
-        self._broken.clear()
+            return _without(Remedy.CALL_OFF, unreached, pairs, waited_s)
+        attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
+        self._attempt = attempt
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
     def _judge_probe(
@@ -170,16 +168,22 @@ class FormingMonitor:
         pairs = _unreached_pairs(absent)
         if hanging := behind & late:
             self._broken.clear()
-            return _call_off(hanging, pairs, waited_s)
-        if behind:
+            return _without(Remedy.CALL_OFF, hanging, pairs, waited_s)
+        if behind or not late:
             if at - attempt.probed_at <= _LAST_SHARE * self._limit_s:
                 self._attempt = attempt
                 return NOTHING
-            return FormingFailure(Remedy.REMOVE, behind, waited_s)
+            if behind:
+                return FormingFailure(Remedy.REMOVE, behind, waited_s)
+            pairs = _unreached_pairs(self._absent(waves, attempt.first_epoch))
+            unreached = cover(pairs, set(waves.ranks))
+            self._broken.clear()
+            remedy = Remedy.REMOVE if unreached else Remedy.FORM_AGAIN
+            return _without(remedy, unreached, pairs, waited_s)
         self._broken.clear()
         guilty = cover(pairs, late) or frozenset(late - waves.acknowledged) or frozenset(late)
         if guilty and guilty != set(waves.ranks):
-            return _call_off(guilty, pairs, waited_s)
+            return _without(Remedy.CALL_OFF, guilty, pairs, waited_s)
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)
 
     def _behind(self, ranks: Iterable[int], epoch: int) -> frozenset[int]:
@@ -188,10 +192,11 @@ class FormingMonitor:
             rank for rank in ranks if rank not in self._reports or self._reports[rank].epoch < epoch
         )
 
-    def _absent(self, waves: CoordinatorWaves) -> dict[int, frozenset[int]]:
+    def _absent(self, waves: CoordinatorWaves, since: int = 0) -> dict[int, frozenset[int]]:
         """Rank -> peers that it did not reach. Once one engine has joined an epoch, all have
-        connected in it, so messages about older epochs are ignored."""
-        newest = waves.epoch if waves.acknowledged else 0
+        connected in it, so messages about older epochs are ignored; those about epochs before
+        `since`, too."""
+        newest = waves.epoch if waves.acknowledged else since
         return {
             rank: frozenset(message.absent).intersection(waves.ranks)
             for rank, message in self._broken.items()
@@ -209,12 +214,15 @@ def _named_by_others(absent: Mapping[int, Set[int]]) -> frozenset[int]:
     return frozenset(peer for rank, peers in absent.items() for peer in peers if peer != rank)
 
 
-def _call_off(ranks: frozenset[int], pairs: Set[frozenset[int]], waited_s: float) -> FormingFailure:
+def _without(
+    remedy: Remedy, ranks: frozenset[int], pairs: Set[frozenset[int]], waited_s: float
+) -> FormingFailure:
+    """Returns a failure of a group that continues without these ranks."""
     peers = {
         rank: tuple(sorted({r for pair in pairs if rank in pair for r in pair} - {rank}))
         for rank in ranks
     }
-    return FormingFailure(Remedy.CALL_OFF, ranks, waited_s, peers)
+    return FormingFailure(remedy, ranks, waited_s, peers)
 
 
 def cover(pairs: Set[frozenset[int]], candidates: Set[int]) -> frozenset[int]:
@@ -235,14 +243,14 @@ def not_followed(rank: int, member: Member | None, epoch: int, waited_s: float) 
     return f"{name} did not join the group of epoch {epoch} in {waited_s:.1f} s"
 
 
-def not_formed(newcomer: Member, waited_s: float, peers: Sequence[Member], said: str) -> str:
-    """Describes a newcomer whose join is cancelled. `peers`: engines that it did not reach, or that
-    did not reach it. `said`: the last reason that an engine reported for a failed group, or
-    empty."""
+def not_formed(member: Member, waited_s: float, peers: Sequence[Member], said: str) -> str:
+    """Describes an engine without which the group is formed. `peers`: engines that it did not
+    reach, or that did not reach it. `said`: the last reason that an engine reported for a failed
+    group, or empty."""
     said = said or "no engine reported a reason"
     names = " and ".join(map(named, peers))
     why = f"no connection with {names} ({said})" if peers else said
-    return f"no group formed with {named(newcomer)} in {waited_s:.1f} s: {why}"
+    return f"no group formed with {named(member)} in {waited_s:.1f} s: {why}"
 
 
 def not_joined(rank: int, timeout_s: float, is_alive: bool) -> str:

@@ -25,7 +25,7 @@ from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.transport.finder import FindCoordinator
-from swell.coordinator.wave_protocol.wave_interface import RankedCommands
+from swell.coordinator.wave_protocol.wave_interface import GroupState, RankedCommands
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
@@ -142,6 +142,16 @@ class SimCoordinator(CoordinatorService):
     @property
     def epoch(self) -> int:
         return self._state_machine.roster.epoch
+
+    @property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The ranks of the engines that step together, or form a group to do so."""
+        waves = self._state_machine.waves
+        return waves.ranks if waves.lockstep else ()
+
+    @property
+    def group_state(self) -> GroupState:
+        return self._state_machine.waves.group_state
 
     @property
     def members(self) -> tuple[Member, ...]:

@@ -1,6 +1,7 @@
 """Groups of simulated engines that share experts: they form, step together, and break.
 
-Invariant: a group forms when all engines of its plan have come to its store and reach each other.
+Invariant: a group forms when all engines of its plan have come to its store and reach each other:
+no member has joined while two others do not.
 An all-reduce returns at a member when all members have contributed their values and these have
 reached it; packets that a cut holds back arrive after the cut. A member that leaves, is aborted or
 dies breaks the group a moment later at each peer that it can reach; the other peers notice by a
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from itertools import combinations
 from typing import Any
 
 from swell.engine.executor import GroupBroken
@@ -187,23 +189,29 @@ class SimGroups:
         return member
 
     async def _connect(self, member: SimMember, is_aborted: Callable[[], bool]) -> None:
+        """Waits until all members reach each other, as the exchange of tokens in
+        `swell.worker.comm.transport` does. A member names the peers that it did not reach, also
+        if the group broke before."""
         begun = member.process.time()
         await asyncio.sleep(self._times.random() * _FORM_S)
         while True:
             if member.broken is not None:
-                raise GroupBroken(member.broken)
+                raise GroupBroken(member.broken, self._unreached(member))
             if is_aborted():
-                raise GroupBroken("aborted")
-            blocked = [
-                index
-                for index, peer in member.group.members.items()
-                if self._net.is_blocked(peer.process.host, member.process.host)
-            ]
-            if not blocked:
+                raise GroupBroken("aborted", self._unreached(member))
+            hosts = {peer.process.host for peer in member.group.members.values()}
+            if not any(self._net.is_blocked(*pair) for pair in combinations(hosts, 2)):
                 return
             if member.process.time() - begun > _CONNECT_S:
-                raise GroupBroken(f"no connection to {blocked}", blocked)
+                absent = self._unreached(member)
+                raise GroupBroken(f"no connection to {absent}, or between others", absent)
             await asyncio.sleep(_POLL_S)
+
+    def _unreached(self, member: SimMember) -> list[int]:
+        """Returns the indices of the peers that a member does not reach."""
+        own = member.process.host
+        peers = member.group.members.items()
+        return [i for i, peer in peers if self._net.is_blocked(peer.process.host, own)]
 
     async def _wait(
         self, begun: float, is_aborted: Callable[[], bool], reason: str, absent: list[int]

@@ -17,11 +17,13 @@ import msgspec
 from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.monitors.progress_monitor import ProgressMonitor
 from swell.coordinator.roster import MemberState
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 
 _PAUSED = "paused"
 _SERVING = "serving"
-_FORMING = "forming"
+_CHANGES = {"forming": "forming a group", "pausing": "pausing"}
+"""State of the group in which no step begins -> what the engines do."""
 
 
 class ReadyState(msgspec.Struct, frozen=True):
@@ -35,15 +37,17 @@ class ReadyState(msgspec.Struct, frozen=True):
 class ReadinessTracker:
     """Tracks the progress of the engines of the newest view."""
 
-    def __init__(self, stall_timeout_s: float) -> None:
+    def __init__(self, stall_timeout_s: float, *, shares_experts: bool = False) -> None:
+        """`shares_experts`: engines step together, so they have work while any of them has."""
         self._limit_s = stall_timeout_s
+        self._shares_experts = shares_experts
         self._monitor: ProgressMonitor[EngineId] = ProgressMonitor(stall_timeout_s)
         self._active: list[EngineId] = []
         self._unreachable: Mapping[EngineId, str] = {}
         self._repairing: list[int] = []
         self._state, self._sleep_level = _SERVING, 0
-        self._forming_s: float | None = None
-        """Since when the group forms, on the clock of the views; None if it does not form."""
+        self._changing_since_s: float | None = None
+        """Since when the group changes, on the clock of the views; None if it does not change."""
         self._last_view_at: float | None = None
 
     def on_view(self, view: ClusterView, now: float) -> None:
@@ -56,16 +60,17 @@ class ReadinessTracker:
             report = reports.get(member.rank)
             may_step = member.state is MemberState.ACTIVE and view.reports.state == _SERVING
             if report is not None:
-                busy = may_step and bool(report.running + report.waiting)
+                is_stepping = self._shares_experts and report.wave_phase == Phase.RUNNING
+                busy = may_step and (is_stepping or report.running + report.waiting > 0)
                 self._monitor.on_report(key, (report.steps, report.progress_counter), now, busy)
         self._active = [k for k, m in members.items() if m.state is MemberState.ACTIVE]
         self._repairing = [m.rank for m in members.values() if m.state is MemberState.REPAIRING]
         self._state, self._last_view_at = view.reports.state, now
         self._sleep_level = view.reports.sleep.level
-        if view.reports.state != _FORMING:
-            self._forming_s = None
-        elif self._forming_s is None:
-            self._forming_s = self._monitor.read(now)
+        if view.reports.state not in _CHANGES:
+            self._changing_since_s = None
+        elif self._changing_since_s is None:
+            self._changing_since_s = self._monitor.read(now)
 
     def set_unreachable(self, engines: Mapping[EngineId, str]) -> None:
         """Sets the engines that this ingress cannot use, with the reasons; the coordinator may
@@ -87,11 +92,11 @@ class ReadinessTracker:
         reasons += [f"engine {rank} {reason}" for rank, reason in unreachable.items()]
         ranks = [k.rank for k in self._active if k.rank not in stuck and k.rank not in unreachable]
         is_silent = now - view_at > self._limit_s
-        if self._forming_s is not None and not is_silent:
-            forming_s = self._monitor.read(view_at) - self._forming_s
-            if forming_s > self._limit_s:
-                ranks = []
-                reasons.append(f"the engines have been forming a group for {forming_s:.1f} s")
+        if self._changing_since_s is not None and not is_silent:
+            changing_s = self._monitor.read(view_at) - self._changing_since_s
+            if changing_s > self._limit_s:
+                ranks, what = [], _CHANGES[self._state]
+                reasons.append(f"the engines have been {what} for {changing_s:.1f} s")
         if self._state == _PAUSED:
             what = f"asleep, level {self._sleep_level}" if self._sleep_level else "paused"
             ranks, reasons = [], [f"{what} by an operator"]

@@ -289,6 +289,33 @@ def test_engines_that_cannot_reach_each_other_try_again(cluster) -> None:
     assert cluster.machine.stalled_engines == []
 
 
+def test_a_group_without_newcomers_forms_without_an_engine_that_is_not_reached() -> None:
+    """The link between two hosts is down: the other engines serve without the fewest that must be
+    left out. Peers that were absent in a group of other engines are not blamed."""
+    cluster = Cluster(4)
+    unformed = cluster.epoch
+    absent_before = Broken(0, 7, unformed, "aborted", absent=[1, 2, 3])
+    cluster.machine.on_message(absent_before, cluster.now)
+    cluster.run(TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    told = cluster.epoch
+
+    def report(epoch: int) -> None:
+        for rank, absent in ((1, [3]), (2, [3]), (3, [1, 2])):
+            broken = Broken(rank, 7, epoch, "no connection", absent=absent)
+            cluster.machine.on_message(broken, cluster.now)
+
+    report(told)
+    cluster.run(LIMIT_S + 2 * TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2, 3) and cluster.machine.stalled_engines == [], "a probe"
+    cluster.run(LIMIT_S / 2 + TICK_S, lambda _: cluster.epoch, lambda _: 0)
+    assert cluster.forming == (0, 1, 2) and cluster.machine.roster.ranks == [0, 1, 2]
+    [stalled] = cluster.machine.stalled_engines
+    assert stalled.rank == 3
+    for rank in (1, 2, 3):
+        assert member(rank).address.tcp.removeprefix("tcp://") in stalled.reason
+    assert "no connection with engine 1" in stalled.reason
+
+
 def test_the_first_engines_are_not_removed() -> None:
     cluster = Cluster(0)
     cluster.join(range(2))

@@ -31,8 +31,9 @@ class Disturbances:
         """When each coordinator was alive: from, until."""
 
     def is_disturbed(self, engine: SimEngine) -> bool:
-        """Returns whether the engine does not run, hangs, does not reach the coordinator or the
-        head (which then kills it), or cannot know that there is another coordinator."""
+        """Returns whether the engine does not run, hangs, does not reach the coordinator, an engine
+        of its group or the head (which then kills it), or cannot know that there is another
+        coordinator."""
         process, plane = engine.process, self._plane
         if not process.runs or engine.executor.hangs or plane.coordinator is None:
             return True
@@ -42,7 +43,9 @@ class Disturbances:
             return True
         if not (net := plane.net).cuts:
             return False
-        hosts = (plane.coordinators[-1][0].host, plane.ray.head)
+        hosts = [plane.coordinators[-1][0].host, plane.ray.head]
+        ranks = plane.coordinator.group_ranks
+        hosts += [peer.process.host for peer in plane.living_engines if peer.rank in ranks]
         return any(net.is_blocked(process.host, host) for host in hosts)
 
     def _hears_an_earlier_coordinator(self, engine: SimEngine) -> bool:

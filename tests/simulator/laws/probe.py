@@ -54,7 +54,7 @@ class Prober:
     def _get_state(self) -> object:
         """Returns everything on which readiness depends."""
         plane = self._plane
-        net = plane.net
+        net, coordinator = plane.net, plane.coordinator
         views = [
             (i.process.name, i.llm and (i.llm.view.roster.epoch, tuple(i.llm.active_ranks)))
             for i in plane.ingresses
@@ -66,6 +66,7 @@ class Prober:
             set(net.lossy_hosts),
             plane.operator.changed_at,
             [2 * p.alive + p.stopped for p in plane.ray.processes.values()],
+            coordinator and (coordinator.group_ranks, coordinator.group_state),
             views,
         )
 

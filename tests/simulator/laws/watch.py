@@ -11,7 +11,7 @@ from itertools import combinations
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
@@ -48,9 +48,9 @@ _COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
 """The bound of a request's computing time: seconds, and steps for each of its tokens."""
 _LOSS_S = 2 * HEARTBEAT_S
 """The time until the loss of a connection's messages is noticed, and the engine knows."""
-_FORMING_S = 3 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
-"""The time within which a group whose engines do not all reach each other forms again, and then
-without a newcomer (`forming_monitor.py`). Until then, none of its engines can compute."""
+_SPLIT_S = 3 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""The time within which a group whose engines do not all reach each other continues without one of
+them: its steps stop, as if an engine hung, or it does not form (`forming_monitor.py`)."""
 _RETRANSMISSIONS_S = 2.5
 """The delay by retransmissions of two or more messages in a row."""
 _SHRINK_S = 20.0
@@ -89,8 +89,8 @@ class Watch:
         """The last time at which engines that share experts were leaving a draining host while
         packets were lost: each change of the groups then waits for retransmissions."""
         self._split_at = 0.0
-        """The last time at which a group could not form because its engines did not all reach each
-        other, for at most `_FORMING_S` of each group."""
+        """The last time at which a group could not step or form because its engines did not all
+        reach each other. Counts for at most `_SPLIT_S` of each group."""
         self._durations = Durations(plane)
         self._epochs: dict[SimIngress, int] = {}
         self._ended: set[Process] = set()
@@ -110,7 +110,7 @@ class Watch:
     def look(self) -> None:
         self._calm.look()
         engines = self._plane.living_engines
-        self._look_at_forming(engines)
+        self._look_at_group(engines)
         self._look_at_requests(engines)
         self._look_at_engines(engines)
         self._disturbances.look(engines)
@@ -267,19 +267,17 @@ class Watch:
         version = state.answer_version
         return version.required if is_served else version.required_elsewhere
 
-    def _look_at_forming(self, engines: list[SimEngine]) -> None:
-        """Records groups that form although some of their engines do not reach each other."""
+    def _look_at_group(self, engines: list[SimEngine]) -> None:
+        """Records a group whose engines do not all reach each other: its steps do not finish, or
+        the next group does not form."""
         coordinator, net = self._plane.coordinator, self._plane.net
         if coordinator is None or not net.cuts:
             return
-        waves = coordinator._state_machine.waves
-        if waves.group_state is not GroupState.FORMING:
-            return
-        group = [engine for engine in engines if engine.rank in waves.ranks]
+        group = [engine for engine in engines if engine.rank in coordinator.group_ranks]
         hosts = {engine.process.host for engine in group}
         if any(net.is_blocked(*pair) for pair in combinations(hosts, 2)):
             key = "split", coordinator, *(engine.process for engine in group)
-            if self._durations.held_s(key) <= _FORMING_S / self._faults.slowest_clock:
+            if self._durations.held_s(key) <= _SPLIT_S / self._faults.slowest_clock:
                 self._split_at = self._kernel.now
 
     def _look_at_placements(self) -> None:

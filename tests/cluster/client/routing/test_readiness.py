@@ -16,6 +16,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.routing.readiness import ReadinessTracker
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests
@@ -43,6 +44,18 @@ def test_a_stalled_engine_is_reported() -> None:
     assert "engine 0" in state.reason and "11.0 s" in state.reason
     readiness.on_view(view(member(0), member(1), busy={0: 8}), 12.0)
     assert readiness.check(12.0).ranks == [0, 1]
+
+
+@pytest.mark.parametrize("shares_experts", [True, False])
+def test_an_engine_that_steps_with_others_is_busy_without_requests(shares_experts: bool) -> None:
+    """Engines that share experts step together. If a step does not finish, none of them serves,
+    also those without requests."""
+    readiness = ReadinessTracker(LIMIT_S, shares_experts=shares_experts)
+    reports = [EngineReport(rank, steps=7, wave_phase=Phase.RUNNING) for rank in (0, 1)]
+    stuck = ClusterView(Roster(1, (member(0), member(1))), ClusterReports(engines=reports))
+    for now in range(12):
+        readiness.on_view(stuck, float(now))
+    assert readiness.check(11.0).ranks == ([] if shares_experts else [0, 1])
 
 
 def test_a_resumed_ingress_blames_no_engine() -> None:
@@ -75,14 +88,17 @@ def test_stillness_is_excused_while_engines_must_not_step(state: str) -> None:
     assert readiness.check(21.0).ranks == [0]
 
 
-def test_engines_that_form_a_group_for_too_long_are_not_ready() -> None:
-    """No engine runs a step while the group forms, although all are active."""
+@pytest.mark.parametrize(
+    ("state", "reason"), [("forming", "forming a group for"), ("pausing", "pausing for")]
+)
+def test_engines_whose_group_changes_for_too_long_are_not_ready(state: str, reason: str) -> None:
+    """No engine runs a step while the group pauses or forms, although all are active."""
     readiness = ReadinessTracker(LIMIT_S)
     for second in range(int(LIMIT_S) + 3):
-        readiness.on_view(view(member(0), member(1), state="forming"), float(second))
+        readiness.on_view(view(member(0), member(1), state=state), float(second))
         told = readiness.check(float(second))
         assert told.ranks == ([0, 1] if second <= LIMIT_S else [])
-    assert "forming a group for" in told.reason
+    assert reason in told.reason
     assert readiness.check(3 * LIMIT_S).ranks == [0, 1], "an old view says nothing"
     readiness.on_view(view(member(0), member(1)), LIMIT_S + 4.0)
     assert readiness.check(LIMIT_S + 4.0).ranks == [0, 1]
