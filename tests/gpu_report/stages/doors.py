@@ -49,6 +49,14 @@ def _rope(rope: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     )
 
 
+def _qkv(qkv: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    caches = to(torch.zeros(3, 2, 4, 64)), to(torch.zeros(3, 2, 4, 64))
+    angles, norms = _randn(5, 32), (to(_randn(64)), to(_randn(64)))
+    slots, cos, sin = to(torch.tensor([5, 0, 11, 7, -1])), to(angles.cos()), to(angles.sin())
+    q = qkv.prepare(to(_randn(5, 8 * 64)), norms, 1e-5, cos, sin, caches, slots)
+    return [q[:4], *caches]
+
+
 def _cache(cache: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     caches = [to(torch.zeros(3, 2, 4, 64)) for _ in range(2)]
     slots = to(torch.tensor([5, 0, 11, -1]))
@@ -129,6 +137,7 @@ CASES: list[tuple[str, Case]] = [
     ("norm", _layer_norm),
     ("activation", _activation),
     ("rope", _rope),
+    ("qkv", _qkv),
     ("cache", _cache),
     ("attention", _attention),
     ("linear", _linear),
