@@ -17,6 +17,8 @@ _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
 _POISON_S = 0.003
 _GIVEN_UP_S = STALL_TIMEOUT_S + 1.0
 """The time within which a connection that delivers nothing is closed and replaced."""
+_SLOW_CALL_S = 3.0
+"""The longest delay of a call through Ray while calls are slow."""
 _POWER_S = 3.0
 """A host without power stays away for at least this much longer than Ray needs to detect it."""
 
@@ -41,6 +43,8 @@ class FaultInjector:
         self.num_hangs = 0
         self.num_stopped_newcomers = 0
         """Number of engines that were stopped while they were not in the roster."""
+        self.lost_workers: set[Process] = set()
+        """Engines that have lost a worker."""
         self.num_poisoned = 0
         """Number of engines that a poison request has terminated."""
         self.slowest_clock = 1.0
@@ -51,6 +55,8 @@ class FaultInjector:
         self._reset_until: dict[frozenset[str], float] = {}
         """Pairs of actors whose connection was reset, until the lost messages have been sent
         again."""
+        self._away_until = 0.0
+        """When the latest outage of Ray's GCS ends."""
         self._hit: list[Process] = []
         """The processes that the latest fault of a process or link has hit."""
         self.kinds: set[str] = set()
@@ -223,7 +229,12 @@ class FaultInjector:
     def gcs_away(self, fault: Fault, side: Side | None) -> None:
         self._note(fault, "", fault.time_s)
         self._plane.ray.set_away(True)
-        self._later(fault, self._plane.ray.set_away, False)
+        self._away_until = max(self._away_until, self._kernel.now + fault.time_s)
+        self._kernel.at(self._away_until, WORLD, self._bring_gcs_back)
+
+    def _bring_gcs_back(self) -> None:
+        if self._kernel.now >= self._away_until:  # else a later outage goes on
+            self._plane.ray.set_away(False)
 
     def lose_host_for_good(self, fault: Fault, side: Side | None) -> None:
         """Makes a host lose its power permanently, with the coordinator and the manager if they run
@@ -254,6 +265,7 @@ class FaultInjector:
         engine = next((each for each in serving if each.process is process), None)
         if engine is not None and not engine.executor.worker_lost:
             self._note(fault, engine.process.name)
+            self.lost_workers.add(engine.process)
             self._kernel.soon(engine.process, engine.executor.lose_worker)
 
     def _poison(self, process: Process) -> None:
@@ -290,6 +302,25 @@ class FaultInjector:
         self._plane.net.lose_packets(host, 1)
         self._later(fault, self._plane.net.lose_packets, host, -1)
 
+    def flap(self, fault: Fault, side: Side | None) -> None:
+        """Resets all connections of a host to others, and loses some of its packets for a while:
+        messages of a connection may arrive after those of its successor."""
+        host, net = self._pick(fault, HOSTS), self._plane.net
+        self._note(fault, host, fault.time_s)
+        for each in net.connections(""):
+            if (each.process.host == host) != (each.peer.process.host == host):
+                ends = _actors(each.process, each.peer.process)
+                self._reset_until[ends] = self._kernel.now + 2 * HEARTBEAT_S
+                net.drop(each)
+        net.lose_packets(host, 1)
+        self._later(fault, net.lose_packets, host, -1)
+
+    def slow_calls(self, fault: Fault, side: Side | None) -> None:
+        """Delays calls through Ray, as on a busy machine."""
+        ray = self._plane.ray
+        self._note(fault, "", fault.time_s)
+        ray.slow_calls(_SLOW_CALL_S, self._kernel.now + fault.time_s)
+
     def clock(self, fault: Fault, side: Side | None) -> None:
         """Sets the clock of a process to half to twice the world's rate, permanently."""
         process = self._process(fault, side, ("sim-engine", "coordinator", "manager", "ingress"))
@@ -318,16 +349,17 @@ class FaultInjector:
     def drain_host(self, fault: Fault, side: Side | None) -> None:
         """Notifies Ray that a host will be taken away, like spot capacity. A new host with the same
         name comes later. With a very short notice, the host is lost before anyone has read the
-        notice. For half of the targets the notice is withdrawn earlier, and the host stays."""
+        notice. For half of the targets the notice is withdrawn after a quarter of its time, and the
+        host stays."""
         host, ray = self._pick(fault, HOSTS[1:]), self._plane.ray
         if host in ray.lost_hosts or host in ray.draining or host not in ray.nodes:
             return
         is_withdrawn = fault.target // 2 % 2 == 1
-        time_s = fault.time_s / 4 if is_withdrawn else fault.time_s
-        self._note(fault, f"{host} has notice", time_s)
-        ray.draining[host] = at = self._kernel.now + time_s
+        known_s = fault.time_s / 4 if is_withdrawn else fault.time_s
+        self._note(fault, f"{host} has notice", known_s)
+        ray.draining[host] = at = self._kernel.now + fault.time_s
         end = self._withdraw_notice if is_withdrawn else self._take_host
-        self._kernel.at(at, WORLD, end, fault, host, at)
+        self._kernel.at(self._kernel.now + known_s, WORLD, end, fault, host, at)
 
     def _withdraw_notice(self, fault: Fault, host: str, at: float) -> None:
         ray = self._plane.ray
@@ -379,8 +411,9 @@ class FaultInjector:
         self._later(fault, earlier.kill)
 
     def kill_control(self, fault: Fault, side: Side | None) -> None:
-        """Kills the manager and the coordinator at once."""
-        for name in ("manager", "coordinator"):
+        """Kills the manager, the coordinator, or both at once."""
+        both = ("manager", "coordinator")
+        for name in (both, ("manager",), both, ("coordinator",))[fault.target % 4]:
             process = self._process(fault, None, (name,))
             if process is not None:
                 self._note(fault, process.name)
@@ -401,6 +434,8 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "lose-worker": FaultInjector.lose_worker,
     "slow": FaultInjector.slow,
     "loss": FaultInjector.loss,
+    "flap": FaultInjector.flap,
+    "slow-calls": FaultInjector.slow_calls,
     "clock": FaultInjector.clock,
     "lose-host": FaultInjector.lose_host,
     "kill-ingress": FaultInjector.kill_ingress,

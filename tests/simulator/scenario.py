@@ -24,7 +24,7 @@ _LONG_S = 10.0
 """A fault that lasts longer than this is detected while it lasts."""
 
 
-_CAMPAIGN_SHARE = 0.6
+_CAMPAIGN_SHARE = 0.7
 """The share of scenarios that are campaigns: see `campaigns.py`."""
 
 
@@ -46,8 +46,8 @@ class Request:
 
 @dataclass(frozen=True)
 class AtMessage:
-    """A trigger: the fault happens while the `count`-th message of the type named `kind` is in
-    flight."""
+    """A trigger: the fault happens while the `count`-th message of the type named `kind`, or call
+    through Ray of the method `kind`, is in flight."""
 
     kind: str
     count: int
@@ -195,7 +195,7 @@ def draw(
 
         return draw_campaign(campaign, scenario, kinds)
     tight = Random(f"tight:{seed}")
-    if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.15:
+    if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.3:
         return draw_tight(tight, scenario)
     return scenario
 

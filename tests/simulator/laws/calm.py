@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 _AGAIN_S = 2.0
 """Two heartbeats."""
+_CALL_S = 8.0
+"""The time after which a step of the manager that began with a slow call through Ray is over."""
 _LATE_S = 5.0
 """The time within which lost or slow packets have arrived."""
 
@@ -90,6 +92,8 @@ class Calm:
         if not (manager.has_started and manager.process.alive and manager.manager.leads):
             return False
         if plane.coordinator is None or not plane.ray.is_reachable(manager.process.host):
+            return False
+        if self._kernel.now < plane.ray.slow_until + _CALL_S:
             return False
         return self.reach(manager.process, plane.coordinators[-1][0])
 

@@ -70,14 +70,16 @@ class KnowledgeWatch:
             self._kept[server] = newest
 
     def _look_at_epochs(self, coordinator: SimCoordinator) -> None:
-        """Checks that engines know the newest epoch and the newest state of the manager, for the
-        next coordinator."""
+        """Checks that members know the newest epoch and the newest state of the manager, for the
+        next coordinator. An engine that waits until it joins hears of neither."""
         process = self._plane.coordinators[-1][0]
         state = coordinator._state_machine.manager_state
         newest = coordinator.epoch, state.desired.age
         for engine in self._plane.living_engines:
             server = engine.server
             if server is None or server._coordinator_client._address != coordinator.address:
+                continue
+            if coordinator._state_machine.member(engine.rank, server.incarnation) is None:
                 continue
             kept = server._coordinator_client._kept
             is_old = (kept.roster_epoch, kept.manager_state.desired.age) != newest

@@ -201,12 +201,14 @@ class Run:
         return broken
 
     def _may_be_given_up(self, request: SimRequest) -> bool:
-        """Returns whether a request may be given up: two engines on which it ran were lost. If only
-        poison requests have terminated engines, other requests must not be given up."""
+        """Returns whether a request may be given up: two engines on which it ran were lost, or lost
+        a worker. If only poison requests have terminated engines, other requests must not be given
+        up."""
         if self.faults.kinds == {_POISON}:
             return request.request.is_poison
         ranks = request.state.ranks if request.state is not None else []
-        lost = [each for each in self.plane.engines if self.watch.was_lost(each)]
+        hit = self.faults.lost_workers
+        lost = [e for e in self.plane.engines if self.watch.was_lost(e) or e.process in hit]
         return sum(each.rank in ranks for each in lost) >= MAX_FAILED_ATTEMPTS
 
     def _has_waited(self, request: SimRequest) -> bool:

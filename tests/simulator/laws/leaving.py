@@ -145,6 +145,8 @@ class LeavingWatch:
     def _is_idle(self, engine: SimEngine, member: Member) -> bool:
         if engine.server is None or engine.has_work or not engine.process.runs:
             return False
+        if engine.server.core.scheduler.requests:  # a paused engine does not compute them
+            return False
         id = EngineId.of(member)
         return member.state is MemberState.LEAVING and not any(
             id in ingress.llm.engines_in_use()

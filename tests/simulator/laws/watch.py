@@ -311,9 +311,9 @@ class Watch:
 
     def _look_at_engines(self, engines: list[SimEngine]) -> None:
         faults = self._faults
-        bound_s = SILENCE_S if faults.kinds - {"drop", "loss"} else LOOK_S
+        bound_s = SILENCE_S if faults.kinds - {"drop", "loss", "flap"} else LOOK_S
         if faults.kinds and bound_s == LOOK_S:
-            bound_s = _LOSS_S + ("loss" in faults.kinds) * _RETRANSMISSIONS_S
+            bound_s = _LOSS_S + (not {"loss", "flap"}.isdisjoint(faults.kinds)) * _RETRANSMISSIONS_S
         seen, before = {}, self._unawaited
         cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
         busy = [each for each in cores if each[1].scheduler.requests]

@@ -65,7 +65,7 @@ class NetworkOptions:
 @dataclass
 class _Aim:
     left: int
-    action: Callable[[Side], None]
+    action: Callable[[Side | None], None]
 
 
 class Network:
@@ -282,12 +282,13 @@ class Network:
         if not self.lossy_hosts[host]:
             del self.lossy_hosts[host]
 
-    def aim(self, kind: str, count: int, action: Callable[[Side], None]) -> None:
+    def aim(self, kind: str, count: int, action: Callable[[Side | None], None]) -> None:
         """Calls `action` while the `count`-th message of a kind from now on is in flight, with the
-        side that has sent it. `kind`: the name of the message's type."""
+        side that has sent it; None: it is a call through Ray. `kind`: the name of the message's
+        type, or of the called method."""
         self.aims.setdefault(kind, []).append(_Aim(count, action))
 
-    def on_sent(self, kind: str, side: Side, arrives_at: float) -> None:
+    def on_sent(self, kind: str, side: Side | None, arrives_at: float) -> None:
         now = self.kernel.now
         for aim in list(self.aims.get(kind, ())):
             aim.left -= 1

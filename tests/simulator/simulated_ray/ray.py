@@ -88,6 +88,9 @@ class SimRayCluster:
         """Hosts that stay, and since when."""
         self.away = False
         """Whether the GCS is unavailable."""
+        self.slow_until = 0.0
+        """Until when calls of actors are delayed."""
+        self._longest_delay_s = 0.0
         self.on_end: list[Callable[[Process], None]] = []
         """Called with a living process before it is killed on request."""
         self._lives: dict[str, int] = {}
@@ -204,6 +207,17 @@ class SimRayCluster:
         key = actor.namespace, actor.name
         if self.actors.get(key) is actor:
             del self.actors[key]
+
+    def slow_calls(self, longest_s: float, until: float) -> None:
+        """Delays each call of an actor, and each answer, by up to `longest_s`."""
+        self._longest_delay_s, self.slow_until = longest_s, max(until, self.slow_until)
+
+    def way_s(self) -> float:
+        """Draws the delay of a call or an answer."""
+        way_s = self.options.call_s * (0.5 + self.chance.random())
+        if self.kernel.now < self.slow_until:
+            way_s += self._longest_delay_s * self.chance.random()
+        return way_s
 
     # ---------------------------------------------------------------- placement groups
 

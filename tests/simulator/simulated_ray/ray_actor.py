@@ -65,6 +65,8 @@ class SimActor:
         self._calls: dict[_Call, None] = {}
         self._running = 0
         self._waiting: deque[_Call] = deque()
+        self._arrives_at: dict[Process, float] = {}
+        """When the latest delayed call of each caller arrives."""
         if group is not None:
             group.actors.append(self)
 
@@ -158,10 +160,15 @@ class SimActor:
         future: asyncio.Future[Any] = caller.loop.create_future()
         call = _Call(method, args, caller, future)
         self._calls[call] = None
-        self._after_way(call, self._deliver)
+        now, way_s = self._cluster.kernel.now, self._cluster.way_s()
+        if now < self._cluster.slow_until:  # a caller's calls do not overtake each other
+            way_s = max(way_s, self._arrives_at.get(caller, now) - now)
+            self._arrives_at[caller] = now + way_s
+        self._after_way(call, way_s, self._deliver)
+        self._cluster.net.on_sent(method, None, now + way_s)
         return future
 
-    def _after_way(self, call: _Call, arrive: Callable[[_Call], None]) -> None:
+    def _after_way(self, call: _Call, way_s: float, arrive: Callable[[_Call], None]) -> None:
         """Calls `arrive` after the delay between the hosts of the caller and the actor. Nothing
         arrives during a cut."""
         cluster = self._cluster
@@ -172,7 +179,6 @@ class SimActor:
             else:
                 cluster.kernel.at(cluster.kernel.now + _CUT_RETRY_S, WORLD, look)
 
-        way_s = cluster.options.call_s * (0.5 + cluster.chance.random())
         cluster.kernel.at(cluster.kernel.now + way_s, WORLD, look)
 
     def _deliver(self, call: _Call) -> None:
@@ -205,7 +211,8 @@ class SimActor:
         if life != self._life:
             return
         self._running -= 1
-        self._after_way(call, lambda call: self._settle(call, result, failed))
+        way_s = self._cluster.way_s()
+        self._after_way(call, way_s, lambda call: self._settle(call, result, failed))
         if self._waiting:
             self._execute(self._waiting.popleft(), life)
 

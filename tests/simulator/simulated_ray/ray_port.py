@@ -216,7 +216,7 @@ class SimRay:
             values[key] = value
             return True
 
-        return await self._request(put)
+        return await self._request(put, "kv_put")
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
         return await self._request(
@@ -238,9 +238,9 @@ class SimRay:
         """Schedules a call in this process."""
         self._process.kernel.soon(self._process, call)
 
-    async def _request(self, request: Callable[[], T]) -> T:
+    async def _request(self, request: Callable[[], T], name: str = "") -> T:
         """Returns the result of a GCS request. The request may be executed even if it has timed out
-        here."""
+        here. Faults may wait for a request with this `name`."""
         cluster, kernel = self._cluster, self._process.kernel
         answer: asyncio.Future[T] = self._process.loop.create_future()
 
@@ -252,6 +252,7 @@ class SimRay:
         self._arrives_at = max(self._arrives_at, kernel.now + way_s)
         host = self._process.host
         kernel.at(self._arrives_at, self._process, cluster.when_there, done, host)
+        cluster.net.on_sent(name, None, self._arrives_at)
         try:
             async with asyncio.timeout(cluster.options.gcs_timeout_s):
                 return await answer

@@ -1,0 +1,451 @@
+"""Moments of campaigns: in each, a fault happens, an operator changes something, or both.
+
+A fault is often repeated, hits two targets at once, hits an engine that a change concerns, or is
+followed by a fault that waits for a message of the recovery. Changes often overlap: the next one
+comes while the previous one is carried out, while nobody leads, or while nothing can be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from random import Random
+
+from tests.simulator.model import BROKEN_WEIGHTS
+from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation
+
+_STALL_TIMEOUT_S = 10.0
+"""Equals `STALL_TIMEOUT_S` in `control_plane.py`: a fault of about this length is sometimes
+noticed, sometimes not."""
+_GCS_TIMEOUT_S = 10.0
+"""The time after which a request to Ray's GCS fails."""
+_REPLACED_S = 3.0
+"""The approximate time until a process that was lost, or got other weights, has a successor."""
+_CROWDED_SHARE = 0.15
+"""The share of moments in which several requests arrive at one of the faults or changes."""
+_RESTART_S = 1.0
+"""The approximate time until a manager that was lost has a successor."""
+
+RECOVERY = (
+    "Broken",
+    "Repaired",
+    "Introduce",
+    "EngineHello",
+    "EngineReport",
+    "CoordinatorHeartbeat",
+    "Subscribe",
+    "ClusterView",
+    "ClusterReports",
+    "ReplaceClient",
+    "KeepAliveReply",
+    "EngineCoreRequest",
+)
+"""Messages by which a cluster detects a failure and recovers from it."""
+GROUP_RECOVERY = ("ReconfigureDistributedRequest", "Joined", "Pause", "Paused", "Resume")
+"""Additional messages for engines that share experts."""
+OF_KIND = {
+    "lose-worker": ("Broken", "Repaired", "Introduce"),
+    "kill-control": ("Introduce", "EngineHello", "Subscribe", "CoordinatorHeartbeat"),
+    "kill": ("EngineHello", "ClusterView", "EngineCoreRequest"),
+    "kill-ingress": ("ReplaceClient", "Subscribe", "KeepAlive"),
+    "drain-host": ("EngineHello", "ClusterView", "EngineReport"),
+    "second-manager": ("EngineHello", "CoordinatorHeartbeat", "ClusterView"),
+    "black-hole": ("EngineReport", "EngineHello", "CoordinatorHeartbeat", "KeepAliveReply"),
+}
+"""The messages of the recovery from some kinds of faults."""
+CHANGE = (
+    "EngineReport",
+    "EngineHello",
+    "ClusterView",
+    "CoordinatorHeartbeat",
+    "EngineCoreRequest",
+    "EngineCoreOutputs",
+)
+"""Messages that are sent while an operator changes something."""
+ALIVE = ("EngineReport", "EngineReport", "EngineReport", "KeepAlive", "Subscribe")
+"""Messages that living processes send periodically."""
+STEPS = (
+    "leave",
+    "leave",
+    "cancel_leave",
+    "detach",
+    "detach",
+    "join",
+    "join",
+    "remove_failed",
+    "save_manager_state",
+    "start",
+    "stop",
+    "kv_put",
+    "kv_put",
+)
+"""Calls through Ray by which a manager carries out a change, one step after the other."""
+CHANGES = ("scale", "scale", "drain", "pause", "upgrade", "upgrade")
+"""Changes by an operator."""
+LINKS = ("black-hole", "black-hole", "drop", "loss", "slow", "cut-pair", "half-cut-pair")
+"""Faults of a link that come before a fault at one of its ends."""
+ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "kill-ingress")
+"""Faults at an end of such a link."""
+LOSSES = ("drop", "black-hole", "drop", "kill", "stop", "stop-control", "cut-pair", "loss")
+"""Faults that a message triggers."""
+LEADERS = (
+    "kill-control",
+    "kill-control",
+    "kill-control",
+    "second-manager",
+    "stop-control",
+    "gcs-away",
+)
+"""Faults that leave a change to another manager or coordinator, perhaps after a while."""
+RECOVERIES = ("lose-worker", "lose-worker", "kill", "stop", "drop", "kill-ingress")
+"""Faults from which an engine recovers, during which an operator changes the number of engines and
+changes it back."""
+OBSTACLES = ("hang", "stop", "cut-pair", "half-cut-pair", "cut-pair", "half-cut-pair", "black-hole")
+"""Faults that prevent a group from forming."""
+CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")
+"""Cuts. Two of five separate only two hosts."""
+_MANY = 4
+"""From this number on, upgrades of one moment come in quick succession, to weights that load."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What the moments of one campaign have in common."""
+
+    common: tuple[str, ...]
+    """The kinds of faults that begin a trouble."""
+    possible: tuple[str, ...]
+    """The kinds of faults that weaken a link, or hit a message or an end of a link."""
+    changes: tuple[str, ...]
+    """The kinds of changes by an operator."""
+    expert: bool
+    """Whether the engines share experts."""
+
+    def among(self, names: tuple[str, ...]) -> list[str]:
+        """Returns those of these kinds of faults that are possible, or all possible kinds."""
+        return [each for each in names if each in self.possible] or list(self.possible)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The faults and the changes of one moment."""
+
+    faults: list[Fault] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    crowds: list[float] = field(default_factory=list)
+    """Times from which on several requests arrive at once."""
+
+
+def draw_moment(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a moment that begins at about `at`."""
+    weights = [weight for weight, _ in _MOMENTS]
+    [(_, drawn)] = random.choices(_MOMENTS, weights)
+    moment = drawn(random, mix, at)
+    if random.random() < _CROWDED_SHARE:
+        times = [each.at for each in (*moment.faults, *moment.operations)]
+        moment = replace(moment, crowds=[*moment.crowds, random.choice(times)])
+    return moment
+
+
+def _draw_trouble(random: Random, mix: Mix, at: float) -> Moment:
+    return Moment(_draw_faults(random, mix, at))
+
+
+def _draw_change(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a change, some over a weak link or with a fault that hits a message about it."""
+    operations = _draw_operations(random, mix, at)
+    match random.choice(("calm", "calm", "weak", "aimed")):
+        case "weak":
+            return Moment([_draw_weak_link(random, mix, at)], operations)
+        case "aimed":
+            return Moment([_draw_aimed(random, mix, at, CHANGE)], operations)
+    return Moment([], operations)
+
+
+def _draw_both(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a change and faults, which often hit an engine that changes."""
+    operations = _draw_operations(random, mix, at)
+    later_s = random.choice((0.0, 0.05, 0.5, 2.0)) * (0.5 + random.random())
+    faults = _draw_faults(random, mix, at + later_s)
+    if random.random() < 0.3:  # the change comes during the trouble
+        operations = [replace(each, at=each.at + 2 * later_s) for each in operations]
+    return Moment([replace(f, changing=random.random() < 0.6) for f in faults], operations)
+
+
+def _draw_reversal(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws engines that recover from a fault while fewer engines are requested, and then more
+    again: an engine may recover, leave, and be kept at the same time."""
+    kind, first = random.choice(mix.among(RECOVERIES)), random.randrange(12)
+    time_s = random.choice((0.3, 1.5)) * (0.5 + random.random())
+    faults = [
+        Fault(kind, at + 0.2 * index * random.random(), first + index, time_s)
+        for index in range(random.choice((1, 2, 3)))
+    ]
+    fewer_at = at + random.choice((-0.3, 0.05, 0.5)) * (0.5 + random.random())
+    more_at = fewer_at + random.choice((0.05, 0.3, 1.0)) * (0.5 + random.random())
+    fewer = random.choice((1, 1, 2))
+    operations = [Operation(fewer_at, "scale", fewer)]
+    if random.random() < 0.8:
+        operations.append(Operation(more_at, "scale", fewer + random.choice((1, 2))))
+    return Moment(faults, operations)
+
+
+def _draw_late_group(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a group that does not form in time while it grows or shrinks: an engine of it does not
+    compute or is not reached, often for longer than the time after which the coordinator acts.
+    Meanwhile the manager may be lost, and the change be reversed. Engines that share nothing have a
+    reversal instead."""
+    if not mix.expert:
+        return _draw_reversal(random, mix, at)
+    kind = random.choice(mix.among(OBSTACLES))
+    time_s = _STALL_TIMEOUT_S * random.choice((1.0, 3.0, 6.0))
+    trigger = AtMessage(random.choice(GROUP_RECOVERY[:2]), random.choice((1, 2, 3)))
+    fault = Fault(
+        kind,
+        at,
+        random.randrange(12),
+        time_s * (0.5 + random.random()),
+        random.choice((trigger, trigger, None)),
+        changing=random.random() < 0.5,
+    )
+    numbers = random.choice(((3,), (4,), (1, 3), (2, 4), (1, 2), (2, 1, 3)))
+    later_s = random.choice((0.3, 2.0, 2.0, 6.0)) * (0.5 + random.random())
+    operations = [Operation(at + i * later_s, "scale", n) for i, n in enumerate(numbers)]
+    if random.random() < 0.6:
+        return Moment([fault], operations)
+    lost_at = at + random.choice((0.3, 1.0, 4.0)) * (0.5 + random.random())
+    loss, after = _draw_loss_of_leader(random, mix, lost_at)
+    return Moment([fault, loss], [*operations, *after])
+
+
+def _draw_leaderless(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a loss of the manager or the coordinator while a change is in progress, often at one of
+    its steps, or before another fault: a successor finds both."""
+    if random.random() < 0.6:
+        operations = _draw_operations(random, mix, at)
+        if random.random() < 0.5:
+            loss, after = _draw_loss_of_leader(random, mix, at + 0.3 * random.random())
+        else:
+            later_s = random.choice((0.05, 0.3, 1.0, 3.0)) * (0.5 + random.random())
+            loss, after = _draw_loss_of_leader(random, mix, at + later_s)
+            loss = replace(loss, trigger=None)
+        return Moment([loss], [*operations, *after])
+    later_s = random.choice((0.05, 0.3, 1.0, 3.0)) * (0.5 + random.random())
+    kind = random.choice(mix.among(LEADERS))
+    loss = Fault(kind, at + later_s, random.randrange(12), _draw_time(random))
+    hit = random.choice(mix.among(ENDS))
+    hit_at = loss.at + random.choice((0.1, 1.0, 4.0)) * (0.5 + random.random())
+    faults = [loss, Fault(hit, hit_at, random.randrange(12), _draw_time(random))]
+    if kind != "gcs-away" and "gcs-away" in mix.possible and random.random() < 0.4:
+        faults.insert(0, replace(loss, kind="gcs-away", time_s=_draw_time(random)))
+    return Moment(faults)
+
+
+def _draw_loss_of_leader(random: Random, mix: Mix, at: float) -> tuple[Fault, list[Operation]]:
+    """Draws the loss of a manager or coordinator at the next step of a change, and often another
+    change that is requested before there is a successor."""
+    kind = random.choice(mix.among(LEADERS))
+    trigger = AtMessage(random.choice(STEPS), random.choice((1, 1, 2)))
+    loss = Fault(kind, at, random.randrange(12), _draw_time(random), trigger)
+    if random.random() < 0.4:
+        return loss, []
+    return loss, _draw_operations(random, mix, at + 2.0 * _RESTART_S * random.random())
+
+
+def _draw_flurry(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws changes of all kinds in quick succession, often with a fault between two steps."""
+    changes = replace(mix, changes=CHANGES)
+    later_s = random.choice((0.02, 0.2, 0.6, 1.5)) * (0.5 + random.random())
+    operations = [
+        operation
+        for index in range(random.choice((2, 3, 4)))
+        for operation in _draw_operations(random, changes, at + index * later_s)
+    ]
+    if random.random() < 0.4:
+        return Moment([], operations)
+    kinds = random.choice((LEADERS, ENDS, LOSSES))
+    fault = Fault(
+        random.choice(mix.among(kinds)),
+        at + later_s * random.random(),
+        random.randrange(12),
+        _draw_time(random),
+        AtMessage(random.choice((*STEPS, *CHANGE)), random.choice((1, 2, 4))),
+        changing=random.random() < 0.5,
+    )
+    return Moment([fault], operations)
+
+
+def _draw_without_storage(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws changes that cannot be stored at first: Ray's GCS is away before they are requested,
+    often until they fail. Then a leader may be lost."""
+    time_s = _GCS_TIMEOUT_S * random.choice((0.3, 1.0, 2.5, 3.5)) * (0.7 + 0.6 * random.random())
+    kind = mix.among(("gcs-away",))[0]
+    faults = [Fault(kind, at - 0.5 * random.random(), random.randrange(12), time_s)]
+    operations = _draw_operations(random, mix, at)
+    if random.random() < 0.4:
+        lost_at = at + time_s * random.choice((0.5, 1.0)) + random.random()
+        loss, after = _draw_loss_of_leader(random, mix, lost_at)
+        return Moment([*faults, replace(loss, trigger=None)], [*operations, *after])
+    return Moment(faults, operations)
+
+
+def _draw_flap(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a link that fails again and again, while requests are sent over it."""
+    kind = mix.among(("flap",))[0]
+    first, time_s = random.randrange(12), random.choice((2.0, 4.0)) * (0.5 + random.random())
+    faults = [
+        Fault(kind, at + index * random.choice((0.5, 1.1)), first, time_s)
+        for index in range(random.choice((1, 2, 3)))
+    ]
+    operations = _draw_operations(random, mix, at) if random.random() < 0.5 else []
+    return Moment(faults, operations, [fault.at for fault in faults])
+
+
+def _draw_turns(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws a change of which some hosts do not hear, and then a loss of its leader, of whose
+    successor other hosts do not hear."""
+    kind = random.choice(mix.among(("cut-pair", "cut-pair", "half-cut-pair", "cut")))
+    first_s = random.choice((1.0, 3.0, 6.0)) * (0.5 + random.random())
+    loss = _draw_loss_of_leader(random, mix, at + first_s * (0.7 + 0.4 * random.random()))[0]
+    then_s = random.choice((2.0, 4.0, 8.0)) * (0.5 + random.random())
+    faults = [
+        Fault(kind, at, random.randrange(12), first_s),
+        replace(loss, trigger=loss.trigger if random.random() < 0.3 else None),
+        Fault(kind, loss.at - 0.1 * random.random(), random.randrange(12), then_s),
+    ]
+    return Moment(faults, _draw_operations(random, mix, at + 0.5 * random.random()))
+
+
+def _draw_slow_steps(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws changes whose steps take long, because calls through Ray are slow, and a fault between
+    two steps."""
+    kind = mix.among(("slow-calls",))[0]
+    time_s = random.choice((4.0, 8.0, 16.0)) * (0.5 + random.random())
+    faults = [Fault(kind, at - 0.5 * random.random(), random.randrange(12), time_s)]
+    operations = _draw_operations(random, mix, at)
+    if random.random() < 0.5:
+        loss, after = _draw_loss_of_leader(random, mix, at + 0.5 * time_s * random.random())
+        return Moment([*faults, loss], [*operations, *after])
+    hit_at = at + 0.5 * time_s * random.random()
+    hit = Fault(random.choice(mix.among(ENDS)), hit_at, random.randrange(12), _draw_time(random))
+    return Moment([*faults, replace(hit, changing=random.random() < 0.5)], operations)
+
+
+def _draw_notice(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws hosts that will be taken away, or stay after all, while engines change."""
+    kind = mix.among(("drain-host",))[0]
+    first, time_s = random.randrange(12), random.choice((8.0, 16.0, 30.0)) * (0.5 + random.random())
+    faults = [
+        Fault(kind, at + index * random.random(), first + index, time_s)
+        for index in range(random.choice((1, 1, 2)))
+    ]
+    later_s = random.choice((0.05, 1.0, 3.0)) * (0.5 + random.random())
+    if random.random() < 0.5:
+        return Moment(faults, _draw_operations(random, mix, at + later_s))
+    loss, after = _draw_loss_of_leader(random, mix, at + later_s)
+    return Moment([*faults, loss], after)
+
+
+_MOMENTS: tuple[tuple[int, Callable[[Random, Mix, float], Moment]], ...] = (
+    (4, _draw_trouble),
+    (5, _draw_change),
+    (7, _draw_both),
+    (3, _draw_reversal),
+    (3, _draw_late_group),
+    (5, _draw_leaderless),
+    (5, _draw_flurry),
+    (2, _draw_without_storage),
+    (3, _draw_flap),
+    (3, _draw_notice),
+    (2, _draw_turns),
+    (3, _draw_slow_steps),
+)
+"""The moments with their weights."""
+
+
+def _draw_time(random: Random) -> float:
+    """Draws a duration: a moment, much longer, or about as long as it takes to be noticed."""
+    edge_s = _STALL_TIMEOUT_S * random.uniform(0.5, 1.5)
+    return random.choice((0.05, 1.0, edge_s, edge_s, 30.0 * (0.5 + random.random())))
+
+
+def _draw_faults(random: Random, mix: Mix, at: float) -> list[Fault]:
+    """Draws a fault of a common kind, and often others that follow from it."""
+    kind = random.choice([*mix.common, *(each for each in OF_KIND if each in mix.common)])
+    if kind in CUTS:
+        kind = random.choice([each for each in CUTS if each in mix.possible])
+    first = Fault(kind, at, random.randrange(12), _draw_time(random))
+    faults = [first]
+    match random.choice(("once", "again", "pair", "chased", "chased", "weak", "weak")):
+        case "again":  # the next fault may hit the successor
+            for _ in range(random.randint(1, 3)):
+                at += random.choice((0.3, 1.5, 4.0)) * (0.5 + random.random())
+                at += first.time_s if random.random() < 0.5 else 0.0
+                time_s = random.choice((first.time_s, _draw_time(random)))
+                same = random.random() < 0.3
+                faults.append(replace(first, at=at, time_s=time_s, same=same))
+        case "pair":
+            faults.append(replace(first, at=at + 0.05 * random.random(), target=first.target + 1))
+        case "chased":
+            messages: tuple[str, ...] = RECOVERY
+            if mix.expert:
+                messages += GROUP_RECOVERY
+            if kind in OF_KIND and random.random() < 0.6:
+                messages = OF_KIND[kind]
+            faults.append(_draw_aimed(random, mix, at + 0.001, messages))
+        case "weak":  # a link fails, then one of its ends before the link has recovered
+            kind = random.choice(mix.among(ENDS))
+            hit = replace(first, kind=kind, at=at + 1.0 + random.random(), same=True)
+            faults = [_draw_weak_link(random, mix, at), hit]
+    return faults
+
+
+def _draw_weak_link(random: Random, mix: Mix, at: float) -> Fault:
+    """Draws a fault of a link that lasts until processes have been replaced, or about until it is
+    noticed."""
+    kind = random.choice(mix.among(LINKS))
+    trigger = AtMessage(random.choice(ALIVE), random.choice((1, 1, 2)))
+    replaced_s = _REPLACED_S * random.uniform(1.0, 3.0)
+    time_s = random.choice((replaced_s, replaced_s, _draw_time(random)))
+    return Fault(kind, at, random.randrange(12), time_s, trigger)
+
+
+def _draw_aimed(random: Random, mix: Mix, at: float, messages: tuple[str, ...]) -> Fault:
+    """Draws a fault that one of these messages triggers."""
+    trigger = AtMessage(random.choice(messages), random.choice((1, 1, 2, 5)))
+    kind = random.choice(mix.among(LOSSES))
+    return Fault(kind, at, random.randrange(12), _draw_time(random), trigger)
+
+
+def _draw_operations(random: Random, mix: Mix, at: float) -> list[Operation]:
+    """Draws one change, often with its reversal or another change during it."""
+    later_s = random.choice((0.05, 0.5, 2.0, 5.0)) * (0.5 + random.random())
+    match random.choice(mix.changes):
+        case "scale":
+            numbers = [random.randint(1, 4) for _ in range(random.randint(1, 3))]
+            return [Operation(at + i * later_s, "scale", n) for i, n in enumerate(numbers)]
+        case "drain":
+            return [Operation(at, "drain", random.randint(0, 2))]
+        case "pause":
+            level = random.randint(0, 2)
+            return [Operation(at, "pause", level), Operation(at + 2 * later_s, "resume")]
+    if mix.expert:  # they are never upgraded
+        numbers = [random.randint(1, 4), random.randint(1, 4)]
+        return [Operation(at + i * later_s, "scale", n) for i, n in enumerate(numbers)]
+    return _draw_versions(random, at, later_s)
+
+
+def _draw_versions(random: Random, at: float, later_s: float) -> list[Operation]:
+    """Draws upgrades. Some requests come before the previous one is carried out, and a few follow
+    each other so often that there are more versions than a manager remembers."""
+    operations = []
+    number = random.choice((1, 1, 2, 3, 6))
+    for _ in range(number):
+        kind = random.choice(("upgrade", "update_weights", "update_weights", "redeploy"))
+        weights = random.choice((0, 1, 1, 2, 2, BROKEN_WEIGHTS if number < _MANY else 1))
+        operations.append(Operation(at, kind, weights))
+        at += later_s if number < _MANY else min(later_s, 1.5) * (0.5 + random.random())
+    return operations
+
+
+assert len(HOSTS) > 2, "a partial cut leaves a way through a third host"
