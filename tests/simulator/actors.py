@@ -31,6 +31,7 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
 from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
+from swell.engine.wire import EngineMessage, ReplaceClient
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process
 from tests.simulator.kernel.runtime import SimRuntime
@@ -284,8 +285,20 @@ class SimEngine:
             finder(self._plane, self.process, self._coordinator),
             version=self.current_version,
         )
+        self._observe_messages(self.server)
         self._task = self.process.loop.create_task(self.server.serve(), name="engine")
         self._task.add_done_callback(partial(self._on_end, self.server))
+
+    def _observe_messages(self, server: EngineServer) -> None:
+        handle = server._on_message
+
+        def observed_message(peer: bytes, message: EngineMessage) -> None:
+            handle(peer, message)
+            if isinstance(message, ReplaceClient):
+                for call in self._plane.on_replace:
+                    call(server, message.identities)
+
+        server._on_message = observed_message  # type: ignore[method-assign]
 
     def _on_end(self, server: EngineServer, task: asyncio.Task[None]) -> None:
         if not server.keeps_core:
@@ -367,7 +380,7 @@ class SimManager:
     """Simulates `ManagerDeployment` in `cluster/app.py`, which Serve restarts when it dies."""
 
     def __init__(self, plane: ControlPlane, process: Process) -> None:
-        self.process = process
+        self._plane, self.process = plane, process
         ray, runtime = SimRay(plane.ray, process), SimRuntime(process, plane.net)
         checkpoints = CheckpointStore(NAMESPACE, CLUSTER_ID, ray)
         config = with_weights(plane.config, plane.deployed)
@@ -416,6 +429,8 @@ class SimManager:
         target when it is in the manager's state; `on_end` gets an exception, or the target."""
 
         async def run() -> None:
+            for observe in self._plane.on_request:
+                observe(self, call)
             try:
                 if call == "update_weights":
                     result: Any = self.manager.upgrade(*args, in_place=True)
@@ -432,8 +447,12 @@ class SimManager:
                     await result
                 await self.manager.save()
             except Exception as error:
+                for answered in self._plane.on_answer:
+                    answered(self, call, error)
                 on_end(error)
             else:
+                for answered in self._plane.on_answer:
+                    answered(self, call, None)
                 on_end(self.manager.target)
 
         loop = self.process.loop

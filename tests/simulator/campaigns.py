@@ -118,7 +118,7 @@ def _fitting(operations: list[Operation], room: int) -> tuple[Operation, ...]:
 
 
 def _draw_crowds(random: Random, ingresses: int, begun: list[float]) -> list[Request]:
-    """Draws requests for short answers, some of which arrive soon after each of these times."""
+    """Draws requests for short answers. Several arrive soon after each of these times."""
     arrivals = [
         at + _CROWD_S * random.random() for at in begun for _ in range(random.randint(2, _CROWD))
     ]

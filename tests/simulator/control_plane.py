@@ -21,6 +21,7 @@ from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager, finder
@@ -278,6 +279,12 @@ class Observers:
         it knows now."""
         self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
         """Called with each message from an ingress to an engine."""
+        self.on_replace: list[Callable[[EngineServer, list[bytes]], None]] = []
+        """Called when an engine has been told which connections others have replaced."""
+        self.on_request: list[Callable[[SimManager, str], None]] = []
+        """Called when a manager gets a request of an operator, with its kind."""
+        self.on_answer: list[Callable[[SimManager, str, Exception | None], None]] = []
+        """Called when a manager answers a request: with its kind, and the error if it failed."""
 
 
 class ControlPlane(Observers):

@@ -110,7 +110,7 @@ _MANY = 4
 
 @dataclass(frozen=True)
 class Mix:
-    """What the moments of one campaign have in common."""
+    """The kinds of faults and changes that the moments of one campaign have in common."""
 
     common: tuple[str, ...]
     """The kinds of faults that begin a trouble."""
@@ -302,8 +302,8 @@ def _draw_flap(random: Random, mix: Mix, at: float) -> Moment:
 
 
 def _draw_turns(random: Random, mix: Mix, at: float) -> Moment:
-    """Draws a change of which some hosts do not hear, and then a loss of its leader, of whose
-    successor other hosts do not hear."""
+    """Draws a change while some hosts are cut off, and then a loss of its leader while other hosts
+    are cut off: they do not hear of the successor in time."""
     kind = random.choice(mix.among(("cut-pair", "cut-pair", "half-cut-pair", "cut")))
     first_s = random.choice((1.0, 3.0, 6.0)) * (0.5 + random.random())
     loss = _draw_loss_of_leader(random, mix, at + first_s * (0.7 + 0.4 * random.random()))[0]

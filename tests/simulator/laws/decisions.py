@@ -12,9 +12,16 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
+from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
-from tests.simulator.control_plane import HEARTBEAT_S, ControlPlane, SimIngress
+from tests.simulator.control_plane import (
+    HEARTBEAT_S,
+    STALL_TIMEOUT_S,
+    ControlPlane,
+    SimIngress,
+)
 from tests.simulator.laws.calm import Calm, Durations
+from tests.simulator.laws.freed import connections_of
 from tests.simulator.laws.leaving import leaves
 
 if TYPE_CHECKING:
@@ -50,9 +57,14 @@ class DecisionWatch:
         plane.on_kept.append(self._on_kept)
         plane.on_refused.append(self._on_refused)
         plane.on_send.append(self._on_send)
+        plane.on_replace.append(self._on_replace)
+        self._replaced: dict[EngineServer, dict[bytes, float]] = {}
+        """Connections that their ingress has replaced, as each engine was told, and until when
+        their late messages may arrive."""
 
     def look(self) -> None:
         self._look_at_starts()
+        self._look_at_replaced()
         if self._calm.coordinator_acts:
             self._look_at_repairs()
             if self._calm.manager_acts:
@@ -132,6 +144,23 @@ class DecisionWatch:
             if len(created) == _MAX_STARTS and now - created[0] < _STARTS_S:
                 self._break(f"engine {engine.rank} starts again and again")
         self._num_engines = len(engines)
+
+    # ---------------------------------------------------------------- the engine
+
+    def _on_replace(self, server: EngineServer, identities: list[bytes]) -> None:
+        until = self._plane.kernel.now + STALL_TIMEOUT_S / self._watch.fastest_clock
+        self._replaced.setdefault(server, {}).update(dict.fromkeys(identities, until))
+
+    def _look_at_replaced(self) -> None:
+        """Checks that late messages of a connection change nothing in an engine that knows the
+        successor of this connection."""
+        now = self._plane.kernel.now
+        for engine in self._plane.living_engines:
+            if engine.server is None or not (replaced := self._replaced.get(engine.server)):
+                continue
+            for client in connections_of(engine.server) & replaced.keys():
+                if now < replaced[client]:
+                    self._break(f"{engine.process.name} takes messages of a replaced connection")
 
     # ---------------------------------------------------------------- the ingress
 

@@ -60,7 +60,7 @@ class FreedWatch:
         """Whether a process still keeps something for a connection that is gone."""
         living = self._identities(self._plane.ingresses)
         engines = [each for each in self._plane.living_engines if each.server is not None]
-        if any(_clients(engine) - living for engine in engines):
+        if any(_clients_of(engine) - living for engine in engines):
             return True
         coordinator = self._plane.coordinator
         if coordinator is None:
@@ -90,7 +90,7 @@ class FreedWatch:
         for other engines, which only a coordinator can start."""
         server = engine.server
         assert server is not None
-        gone = _clients(engine) - living
+        gone = _clients_of(engine) - living
         if not gone or self._plane.kernel.now < self._watch.faults_end_at:
             return  # messages that a fault has held back may still come
         handles = engine.process.runs and not engine.executor.hangs
@@ -148,8 +148,12 @@ class FreedWatch:
         return {*closed, *coordinator._unsent} - coordinator._state_machine.incarnations
 
 
-def _clients(engine: SimEngine) -> set[bytes]:
-    """Returns the connections for which an engine keeps anything."""
+def _clients_of(engine: SimEngine) -> set[bytes]:
     assert engine.server is not None
-    requests = engine.server.core.scheduler.requests.values()
-    return {*engine.server._client_tracker._clients, *(request.client for request in requests)}
+    return connections_of(engine.server)
+
+
+def connections_of(server: EngineServer) -> set[bytes]:
+    """Returns the connections for which an engine keeps anything."""
+    requests = server.core.scheduler.requests.values()
+    return {*server._client_tracker._clients, *(request.client for request in requests)}

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _DETACHED_S = 3.0
 """The time within which an engine that has finished its requests, or whose drain time is over, is
 out of the roster."""
+_EXTENDED_S = 1.0
+"""The time by which a new manager may extend a drain: until the coordinator knows it again."""
 _MOVING_S = 4.7 * HEARTBEAT_S
 """The time within which a manager knows that a host stays: after two polls, each two heartbeats
 after the previous one."""
@@ -47,6 +49,9 @@ class LeavingWatch:
         """The manager at the last look."""
         self._is_stored: dict[str, bool] = {}
         """For each leaving engine, by name: whether the record of its drain is stored."""
+        self._deadlines: dict[str, tuple[SimManager, int, float]] = {}
+        """When the drain time of each leaving engine ends, by name, with the manager and the number
+        of requests of operators at that time."""
         self._restarted: dict[str, float] = {}
         """When the drains of these engines started again, because no record was stored."""
         plane.on_keep.append(self._on_keep)
@@ -56,6 +61,7 @@ class LeavingWatch:
         coordinator = self._plane.coordinator
         if coordinator is not None and self._calm.coordinator_acts and self._calm.manager_acts:
             self._note_records()
+            self._look_at_deadlines()
             self._look_at_drains(coordinator)
             self._look_at_moves()
         self._look_at_queues()
@@ -132,6 +138,28 @@ class LeavingWatch:
             key = "idle", handle, coordinator.epoch
             if self._is_over(key, _DETACHED_S, holds=is_idle):
                 self._break(f"{handle.name} has no requests, and does not leave")
+
+    def _look_at_deadlines(self) -> None:
+        """Checks that a manager that continues a drain gives it no more time than it had left."""
+        plane, operator = self._plane, self._plane.operator
+        if self._watch.slowest_clock < 1.0 or self._watch.fastest_clock > 1.0:
+            return
+        loop, now = plane.manager.process.loop, plane.kernel.now
+        before, self._deadlines = self._deadlines, {}
+        for handle in plane.manager.manager._fleet.engines.values():
+            if not handle.leaving:
+                continue
+            if not handle.is_marked:
+                if handle.name in before:
+                    self._deadlines[handle.name] = before[handle.name]
+                continue
+            ends_at = now + handle.leave_deadline_s - loop.time()
+            manager, num_begun, earlier = before.get(handle.name, (plane.manager, 0, ends_at))
+            is_continued = manager is not plane.manager and num_begun == operator.num_begun
+            is_continued = is_continued and handle.name not in self._restarted
+            if is_continued and ends_at > earlier + _EXTENDED_S and not plane.scenario.autoscaled:
+                self._break(f"{handle.name} got {ends_at - earlier:.1f} s more by a new manager")
+            self._deadlines[handle.name] = plane.manager, operator.num_begun, ends_at
 
     def _deadline(self, handle: EngineHandle, engine: SimEngine) -> float:
         now = self._plane.kernel.now

@@ -58,6 +58,7 @@ class MembershipWatch:
         self._alone: set[SimEngine] = set()
         """Engines that served without a group at the last look."""
         plane.on_detach.append(self._on_detach)
+        plane.on_keep.append(self._on_keep)
         plane.on_view.append(self._on_view)
         plane.ray.on_end.append(self._ended.add)
 
@@ -274,6 +275,14 @@ class MembershipWatch:
                 if engine is not None and self._watch.may_lose(engine):
                     engine = None
                 self._asked[member.incarnation] = coordinator, engine
+
+    def _on_keep(self, ranks: list[int]) -> None:
+        """Forgets earlier requests to leave: an engine that is kept leaves only after another
+        one."""
+        coordinator = self._plane.coordinator
+        for member in () if coordinator is None else coordinator.members:
+            if member.rank in ranks:
+                self._asked.pop(member.incarnation, None)
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
         """Checks that `left` in a view contains the engines that were asked to leave, and no

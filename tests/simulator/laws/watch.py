@@ -33,6 +33,7 @@ from tests.simulator.laws.knowledge import KnowledgeWatch
 from tests.simulator.laws.leaving import LeavingWatch
 from tests.simulator.laws.membership import MembershipWatch
 from tests.simulator.laws.pausing import PausingWatch
+from tests.simulator.laws.refusals import RefusalWatch
 
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
@@ -105,6 +106,7 @@ class Watch:
         self._decisions = DecisionWatch(plane, self, self._calm, self._break)
         self._leaving = LeavingWatch(plane, self, self._calm, self._break)
         self._pausing = PausingWatch(plane, self, self._calm, self._break)
+        self._refusals = RefusalWatch(plane, self._break)
         self.freed = FreedWatch(plane, self, self._calm, self._break)
 
     def look(self) -> None:
@@ -128,6 +130,10 @@ class Watch:
     @property
     def slowest_clock(self) -> float:
         return self._faults.slowest_clock
+
+    @property
+    def fastest_clock(self) -> float:
+        return self._faults.fastest_clock
 
     @property
     def faults_end_at(self) -> float:
