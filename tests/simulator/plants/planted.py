@@ -399,7 +399,11 @@ BUGS = {
         campaigns=True,
     ),
     "coordinator: a message of an earlier engine counts as one of its successor": Bug(
-        rosters.Roster, "find", lambda right, self, rank, _=None: right(self, rank), campaigns=True
+        rosters.Roster,
+        "find",
+        lambda right, self, rank, _=None: right(self, rank),
+        ("black-hole", "kill", "half-cut-pair"),
+        campaigns=True,
     ),
     "coordinator: an engine that comes late has the epoch of the others": Bug(
         WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
