@@ -268,8 +268,9 @@ class Watch:
             return None
         ingress = self._plane.ingresses[request.request.ingress]
         own = [e for e in engines if e.server and state.engine == (e.rank, e.server.incarnation)]
-        is_served = own and self._could_serve(own[0]) and self._reached(ingress, own)
-        is_served = is_served and state.engine not in ingress.llm._placer._unreachable
+        is_served = any(map(self._could_serve, own)) and bool(self._reached(ingress, own))
+        if ingress.llm is None or state.engine in ingress.llm._placer._unreachable:
+            is_served = False
         version = state.answer_version
         return version.required if is_served else version.required_elsewhere
 
