@@ -142,7 +142,8 @@ def draw_moment(random: Random, mix: Mix, at: float) -> Moment:
     [(_, drawn)] = random.choices(_MOMENTS, weights)
     moment = drawn(random, mix, at)
     if random.random() < _CROWDED_SHARE:
-        times = [each.at for each in (*moment.faults, *moment.operations)]
+        times = [fault.at for fault in moment.faults]
+        times += [operation.at for operation in moment.operations]
         moment = replace(moment, crowds=[*moment.crowds, random.choice(times)])
     return moment
 

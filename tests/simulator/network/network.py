@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from swell.coordinator.transport.channel import CONNECT_S, ChannelAddress
 from swell.coordinator.transport.handshakes import HANDSHAKE_S
@@ -65,7 +65,7 @@ class NetworkOptions:
 @dataclass
 class _Aim:
     left: int
-    action: Callable[[Side | None], None]
+    action: Callable[[Any], None]
 
 
 class Network:
@@ -282,7 +282,7 @@ class Network:
         if not self.lossy_hosts[host]:
             del self.lossy_hosts[host]
 
-    def aim(self, kind: str, count: int, action: Callable[[Side | None], None]) -> None:
+    def aim(self, kind: str, count: int, action: Callable[[Any], None]) -> None:
         """Calls `action` while the `count`-th message of a kind from now on is in flight, with the
         side that has sent it; None: it is a call through Ray. `kind`: the name of the message's
         type, or of the called method."""
