@@ -92,6 +92,24 @@ NAME_PHRASES = PHRASES | {
 }
 """Banned phrases of the names of tests. A name may contain "has no", as messages may."""
 
+HELPER_PHRASES = {
+    name: NAME_PHRASES[name]
+    for name in (
+        *(
+            "inverted negation",
+            "alone",
+            "anew",
+            "whatever",
+            "shall",
+            "beside",
+            "behind",
+            "of which",
+        ),
+        *("told", "says", "wants", "heard", "goes on", "are those of", "further"),
+    )
+}
+"""Banned phrases of the names of fixtures, helper functions and classes of tests."""
+
 PAGE_PHRASES = {
     name: PHRASES[name] for name in ("anew", "shall", "beside", "but for", "therein")
 } | {
@@ -193,6 +211,23 @@ def name_complaints(source: str) -> list[str]:
     ]
 
 
+def helper_complaints(source: str) -> list[str]:
+    """One line for each banned phrase in the names of a file's fixtures, functions and classes that
+    are not tests."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    return [
+        complaint
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, kinds) and not node.name.startswith("test_")
+        for complaint in _complaints(node.lineno, _words(node.name), False, HELPER_PHRASES)
+    ]
+
+
+def _words(name: str) -> str:
+    """Returns the words of a name in snake case or camel case."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|_", " ", name).strip()
+
+
 def page_complaints(text: str) -> list[str]:
     """One line for each banned phrase on a page, except in code blocks."""
     prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
@@ -229,6 +264,11 @@ def test_names_of_tests_are_plain() -> None:
     )
 
 
+def test_names_of_helpers_are_plain() -> None:
+    found = {name: helper_complaints((ROOT / name).read_text()) for name in names(["tests"])}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_pages_are_plain() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     found = {str(page.relative_to(ROOT)): page_complaints(page.read_text()) for page in pages}
@@ -259,6 +299,13 @@ def test_name_complaints() -> None:
     for name in plain:
         assert name_complaints(f"async def test_{name}(): ...") == [], name
     assert name_complaints("def what_is_no_test(): ...") == []
+
+
+def test_helper_complaints() -> None:
+    for name in ("wanted", "say_hello", "_tell", "hear", "run_alone", "go_on"):
+        assert helper_complaints(f"class A:\n    def {name}(self): ...") != [], name
+    assert helper_complaints("class HeardOnce: ...") == ["1: heard: Heard Once"]
+    assert helper_complaints("def take(): ...\ndef test_wanted(): ...") == []
 
 
 def test_page_complaints() -> None:

@@ -107,7 +107,7 @@ class FakeCoordinator(_Threaded):
         self._published: ClusterView | None = None
         self._thread.start()
 
-    def tell(self, roster: Roster | None = None, **changes: Any) -> None:
+    def publish(self, roster: Roster | None = None, **changes: Any) -> None:
         """Publishes another roster, or `changes` of the reports."""
         reports = msgspec.structs.replace(self.view.reports, **changes)
         self.view = ClusterView(roster or self.view.roster, reports)
@@ -169,7 +169,7 @@ class FakeEngine(_Threaded):
         self._script = script
         self._thread.start()
 
-    def say(self, script: list[int]) -> None:
+    def reply_with(self, script: list[int]) -> None:
         """Sets the tokens of the next requests. No request may be running."""
         self._script = script
 
@@ -193,9 +193,9 @@ class FakeEngine(_Threaded):
 
     def begin(self) -> None:
         """Begins a step with all requests without finishing it."""
-        self.call(self._tell_started)
+        self.call(self._report_started)
 
-    def _tell_started(self) -> None:
+    def _report_started(self) -> None:
         for peer, request in self.unscheduled:
             events = [JourneyEvent(kind, 0.0) for kind in (Kind.QUEUED, Kind.SCHEDULED)]
             self._send(
@@ -273,7 +273,7 @@ class FakeEngine(_Threaded):
             self.aborted.append(request_id)  # last: tests wait for it
 
     def _step(self) -> None:
-        self._tell_started()
+        self._report_started()
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, (peer, request, tokens) in list(self.requests.items()):
             reason, found, new = None, [], 0
@@ -426,7 +426,7 @@ class FakeCluster:
     async def change(self, step: Callable[[Roster], Roster], **changes: Any) -> None:
         """Changes the roster and waits until the ingress knows it."""
         roster = step(self.coordinator.view.roster)
-        self.coordinator.tell(roster=roster, **changes)
+        self.coordinator.publish(roster=roster, **changes)
         await until(lambda: self.ingress.llm.view.roster.epoch >= roster.epoch)
 
     def start(self, rank: int, steps: int = UNLIMITED_STEPS) -> FakeEngine:

@@ -86,9 +86,9 @@ def test_a_view_that_fails_to_apply_is_applied_when_it_is_resent(folder: Path) -
             llm.on_view = first_times(1, llm.on_view)  # type: ignore[method-assign]
             await asyncio.to_thread(first.close)
             roster = rosters.join(cluster.coordinator.view.roster, [second.member])
-            cluster.coordinator.tell(roster=rosters.remove(roster, [0]))
+            cluster.coordinator.publish(roster=rosters.remove(roster, [0]))
             await until(lambda: links._failed_views)  # type: ignore[attr-defined]
-            cluster.coordinator.tell()  # the coordinator's heartbeat
+            cluster.coordinator.publish()  # the coordinator's heartbeat
             await asyncio.wait_for(stream.done, 20)
             assert stream.ids == truth([1], 20)
 
@@ -102,7 +102,7 @@ def test_an_ingress_that_can_apply_no_view_exits(folder: Path, deaths: Deaths) -
             llm = cluster.ingress.llm
             llm.on_view = planted  # type: ignore[method-assign, assignment]
             while not deaths:
-                cluster.coordinator.tell()
+                cluster.coordinator.publish()
                 await asyncio.sleep(0.01)
             del llm.on_view  # type: ignore[method-assign]
             await check(deaths, "channel")

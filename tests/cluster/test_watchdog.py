@@ -57,7 +57,7 @@ class Watched:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def say(self, word: str) -> str:
+    def request(self, word: str) -> str:
         """Sends a word and returns the reply: the pid of the current watchdog, or another
         answer."""
         self.send(word)
@@ -130,7 +130,7 @@ def test_a_short_stop_and_a_stop_of_both_processes_are_harmless() -> None:
         time.sleep(0.05)
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
-        assert watched.say("on") == str(watched.dog)
+        assert watched.request("on") == str(watched.dog)
     watched.close()
     until_gone(watched.dog)
 
@@ -138,7 +138,7 @@ def test_a_short_stop_and_a_stop_of_both_processes_are_harmless() -> None:
 def test_a_terminated_watchdog_is_replaced(watched: Watched) -> None:
     os.kill(watched.dog, signal.SIGKILL)
     deadline = time.monotonic() + DEADLINE_S
-    while (successor := int(watched.say("on"))) == watched.dog:
+    while (successor := int(watched.request("on"))) == watched.dog:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     os.kill(watched.process.pid, signal.SIGSTOP)
@@ -157,7 +157,7 @@ def test_a_watchdog_ends_with_its_process(watched: Watched, stopped: bool) -> No
 
 
 def test_a_watchdog_stops_on_request(watched: Watched) -> None:
-    assert watched.say("stop") == "stopped"
+    assert watched.request("stop") == "stopped"
     assert watched.process.wait(timeout=DEADLINE_S) == 0
     assert not is_alive(watched.dog)
 

@@ -306,7 +306,7 @@ def test_a_report_reaches_the_subscribers(service, connect) -> None:
 
 
 def test_each_ingress_receives_the_counts_of_all_others(service) -> None:
-    def said(index: int, *, total: float) -> dict[str, list[float]]:
+    def totals(index: int, *, total: float) -> dict[str, list[float]]:
         """Returns what ingress `index` receives after it has reported this total."""
         outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
         try:
@@ -320,11 +320,11 @@ def test_each_ingress_receives_the_counts_of_all_others(service) -> None:
         finally:
             outlet.close()
 
-    assert said(1, total=3) == {}
-    assert said(2, total=4) == {"n": [3.0]}
-    assert said(3, total=1) == {"n": [7.0]}
-    assert said(1, total=5) == {"n": [5.0]}
-    assert said(2, total=4) == {"n": [6.0]}
+    assert totals(1, total=3) == {}
+    assert totals(2, total=4) == {"n": [3.0]}
+    assert totals(3, total=1) == {"n": [7.0]}
+    assert totals(1, total=5) == {"n": [5.0]}
+    assert totals(2, total=4) == {"n": [6.0]}
 
 
 def test_without_subscription_nothing_is_sent(service, connect) -> None:

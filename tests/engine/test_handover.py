@@ -70,7 +70,7 @@ class Pair:
         assert len(out["p"][0]) == 1
         return self.files
 
-    def go_on(self, id: str = "a", name: str = NAME, **fields: Any) -> tuple[list[int], int]:
+    def resume(self, id: str = "a", name: str = NAME, **fields: Any) -> tuple[list[int], int]:
         return run(self.decode, request(id, PROMPT, handed_over=name, **fields))[id]
 
     @property
@@ -101,7 +101,7 @@ def _nothing_is_cached(request: pytest.FixtureRequest) -> None:
 def test_the_decode_engine_continues_the_answer(pair: Pair, truth: list[int]) -> None:
     world = pair.prefill._engine.core.config.parallel.world
     assert pair.hand_over() == [f"{NAME}.{rank}" for rank in range(world)]
-    assert pair.go_on() == (truth, WHOLE)
+    assert pair.resume() == (truth, WHOLE)
     assert pair.files == []
 
 
@@ -117,7 +117,7 @@ def test_the_tokens_of_the_prompt_are_not_computed_again(pair: Pair, truth: list
 
     core.executor.execute = watch  # type: ignore[method-assign]
     try:
-        assert pair.go_on()[0] == truth
+        assert pair.resume()[0] == truth
     finally:
         core.executor.execute = execute  # type: ignore[method-assign]
     assert planned[0] == len(PROMPT) - WHOLE and sum(planned) == len(PROMPT) - WHOLE + TOKENS - 1
@@ -126,26 +126,26 @@ def test_the_tokens_of_the_prompt_are_not_computed_again(pair: Pair, truth: list
 def test_the_prompt_is_computed_if_a_file_is_missing(pair: Pair, truth: list[int]) -> None:
     last = pair.hand_over()[-1]
     (pair.folder / last).unlink()
-    assert pair.go_on() == (truth, 0)
+    assert pair.resume() == (truth, 0)
     for name in pair.files:
         (pair.folder / name).unlink()
 
 
 def test_the_prompt_is_computed_if_no_file_was_written(pair: Pair, truth: list[int]) -> None:
-    assert pair.go_on(name="f" * 32) == (truth, 0)
+    assert pair.resume(name="f" * 32) == (truth, 0)
 
 
 def test_a_cached_prompt_is_not_read(pair: Pair, truth: list[int]) -> None:
     run(pair.decode, request("before", PROMPT))
     pair.hand_over()
-    assert pair.go_on() == (truth, WHOLE)
+    assert pair.resume() == (truth, WHOLE)
     assert pair.files == []
 
 
 def test_only_missing_blocks_are_read(pair: Pair, truth: list[int]) -> None:
     run(pair.decode, request("before", PROMPT[:40]))
     pair.hand_over()
-    reads = [plan for plan in imports_of(pair, lambda: pair.go_on()) if plan]
+    reads = [plan for plan in imports_of(pair, lambda: pair.resume()) if plan]
     assert [file.places for (file,) in reads] == [[2, 3]]
 
 
@@ -162,7 +162,7 @@ def imports_of(pair: Pair, act: Any) -> list[Any]:
 
 def test_blocks_that_were_read_are_cached_for_others(pair: Pair, truth: list[int]) -> None:
     pair.hand_over()
-    pair.go_on()
+    pair.resume()
     assert run(pair.decode, request("b", PROMPT))["b"] == (truth, WHOLE)
 
 
@@ -199,7 +199,7 @@ def test_a_prefill_engine_without_disk_space_fails_no_request(
 ) -> None:
     pair = Pair(tmp_path, cache__handover_bytes=1)
     assert pair.hand_over() == []
-    assert pair.go_on() == (truth, 0)
+    assert pair.resume() == (truth, 0)
     pair.close()
 
 
@@ -236,7 +236,7 @@ def test_an_unreadable_file_causes_a_recompute(tmp_path: Path, truth: list[int])
             for name in pair.files[-1:]:
                 path = pair.folder / name
                 path.write_bytes(path.read_bytes()[:-4])
-            assert go_on_after_failures(pair) == truth
+            assert resume_after_failures(pair) == truth
             assert (core._reads._not_before > before) == is_read
             for name in pair.files:
                 (pair.folder / name).unlink()
@@ -244,7 +244,7 @@ def test_an_unreadable_file_causes_a_recompute(tmp_path: Path, truth: list[int])
         pair.close()
 
 
-def go_on_after_failures(pair: Pair) -> list[int]:
+def resume_after_failures(pair: Pair) -> list[int]:
     """Returns the tokens of a request while groups break and are formed again, as the server
     does."""
     core = pair.decode._engine.core

@@ -29,7 +29,7 @@ def backend(name: str):
     return load_backend(name, "linear")
 
 
-def wanted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def in_doubles(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     y = x.double() @ weight.double().T
     return y if bias is None else y + bias.double()
 
@@ -47,7 +47,7 @@ def test_linear(name, dtype, bias, rows, size, outs):
     assert y.dtype == dtype and y.shape == (rows, outs)
     scale = size**0.5
     assert torch.allclose(
-        y.double(), wanted(x, weight, b), rtol=EPS[dtype], atol=EPS[dtype] * scale
+        y.double(), in_doubles(x, weight, b), rtol=EPS[dtype], atol=EPS[dtype] * scale
     )
 
 
@@ -58,7 +58,7 @@ def test_a_long_sum_over_many_rows(name):
     x, weight = torch.randn(430, 1000), torch.randn(100, 1000)
     module = backend(name)
     y = module.linear(x, module.pack(weight))
-    assert (y.double() - wanted(x, weight, None)).abs().max() < 2e-4
+    assert (y.double() - in_doubles(x, weight, None)).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -41,7 +41,7 @@ class Operator:
             self._kernel.at(operation.at, WORLD, self._add, operation)
 
     @property
-    def may_be_wanted(self) -> set[int]:
+    def possible_targets(self) -> set[int]:
         limits = self._plane.config.cluster
         if self._plane.scenario.autoscaled:
             return set(range(limits.min_engines, limits.max_engines + 1))

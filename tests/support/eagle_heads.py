@@ -140,7 +140,7 @@ class PlainHead:
             for at in range(self._config["num_hidden_layers"]):
                 name = f"layers.{at}"
                 read = self._norm(x, f"{name}.input_layernorm") if at else x
-                x = self._behind_attention(x + self._attention(read, name), name)
+                x = self._after_attention(x + self._attention(read, name), name)
             return x, x
         read = (
             self._norm(embeds, "midlayer.input_layernorm"),
@@ -148,10 +148,10 @@ class PlainHead:
         )
         added = read[1] if self._config.get("norm_before_residual") else features
         x = added + self._attention(torch.cat(read, -1), "midlayer")
-        x = self._behind_attention(x, "midlayer")
+        x = self._after_attention(x, "midlayer")
         return x, self._norm(x, "norm")
 
-    def _behind_attention(self, x: Tensor, layer: str) -> Tensor:
+    def _after_attention(self, x: Tensor, layer: str) -> Tensor:
         read = self._norm(x, f"{layer}.post_attention_layernorm")
         gate, up = (self._project(read, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
         return x + self._project(silu(gate) * up, f"{layer}.mlp.down_proj")

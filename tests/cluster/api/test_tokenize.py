@@ -58,7 +58,7 @@ def test_tools_reach_the_template_as_they_were_sent(name: str) -> None:
                 assert reply["count"] == len(expected)
                 if cluster.ingress.services.input_processor._processor.formats._tools is None:
                     continue  # there is no parser for this kind's calls yet
-                engine.say([5])
+                engine.reply_with([5])
                 await answered(cluster, "/v1/chat/completions", max_tokens=1, **fields)
                 assert engine.arrived[-1].prompt_token_ids == expected
 
@@ -115,7 +115,7 @@ def test_ids_outside_the_vocabulary_are_refused_with_its_size(url: str) -> None:
     async def run() -> None:
         async with serving("llama3").serving() as cluster:
             engine = await cluster.join(0)
-            engine.say([5])
+            engine.reply_with([5])
             size = model_kind("llama3").vocab_size
             payload: dict[str, Any] = (
                 {"messages": CONVERSATION} if "chat" in url else {"prompt": "The sky"}

@@ -63,10 +63,10 @@ class FakeServe:
     """The application status of Serve: the given values in turn. Repeats the last one."""
 
     def __init__(self) -> None:
-        self.says = [application(ApplicationStatus.RUNNING)]
+        self.statuses = [application(ApplicationStatus.RUNNING)]
 
     def __call__(self) -> SimpleNamespace:
-        found = self.says.pop(0) if len(self.says) > 1 else self.says[0]
+        found = self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
         return SimpleNamespace(applications={} if found is None else {APP: found})
 
 
@@ -76,7 +76,7 @@ def application(status: ApplicationStatus, message: str = "", *deployments: str)
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
+def serve_status(monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     fake = FakeServe()
     monkeypatch.setattr(serve, "status", fake)
     return fake
@@ -90,7 +90,7 @@ def shown() -> list[str]:
 
 @pytest.fixture
 def wait(
-    said: FakeServe, shown: list[str], monkeypatch: pytest.MonkeyPatch
+    serve_status: FakeServe, shown: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str | None]:
     """Returns a function that waits for a handle with the given answers."""
     monkeypatch.setattr(launch, "_POLL_S", 0.01)
@@ -120,15 +120,15 @@ def test_a_start_that_failed_ends_at_once(wait: Any) -> None:
 
 
 def test_the_reason_names_replicas_that_serve_has_not_started(
-    wait: Any, said: FakeServe, shown: list[str]
+    wait: Any, serve_status: FakeServe, shown: list[str]
 ) -> None:
     """Serve by itself waits forever for a replica that does not fit on any host."""
     deploying = application(ApplicationStatus.DEPLOYING, "", "", NO_ROOM)
-    said.says = [None, deploying, application(ApplicationStatus.RUNNING)]
+    serve_status.statuses = [None, deploying, application(ApplicationStatus.RUNNING)]
     assert wait(IngressStatus(HOST, None)) == HOST
     no_room = "no host has room for the ingress: it needs {'CPU': 1}, but {'CPU': 0.0} is free"
     assert shown == ["Ray Serve is starting the application", no_room]
-    said.says = [deploying]
+    serve_status.statuses = [deploying]
     with pytest.raises(StartupError, match=r"start_timeout_s\): no host has room"):
         wait(IngressStatus(HOST, None), limit_s=0.3)
 
@@ -142,11 +142,11 @@ def test_the_reason_names_replicas_that_serve_has_not_started(
     ],
 )
 def test_errors_of_serve_are_translated(
-    wait: Any, said: FakeServe, shown: list[str], message: str, reason: str
+    wait: Any, serve_status: FakeServe, shown: list[str], message: str, reason: str
 ) -> None:
     """A user cannot make a slow constructor faster, so Serve's message about it is replaced."""
     deploying = application(ApplicationStatus.DEPLOYING, "", message)
-    said.says = [deploying, application(ApplicationStatus.RUNNING)]
+    serve_status.statuses = [deploying, application(ApplicationStatus.RUNNING)]
     wait(IngressStatus(HOST, None))
     assert shown[0].endswith(reason) and "__init__" not in shown[0]
 
@@ -166,10 +166,12 @@ def test_the_start_waits_for_an_unresponsive_controller(
     assert shown == ["Ray Serve's controller does not answer"]
 
 
-def test_an_application_that_serve_abandons_ends_the_start(wait: Any, said: FakeServe) -> None:
+def test_an_application_that_serve_abandons_ends_the_start(
+    wait: Any, serve_status: FakeServe
+) -> None:
     trace = "the replica died\n  File x\nConfigError: cluster.interface='eth7' has no\n"
     text = "The deployments ['Manager'] are DEPLOY_FAILED."
-    said.says = [application(ApplicationStatus.DEPLOY_FAILED, text, trace, "")]
+    serve_status.statuses = [application(ApplicationStatus.DEPLOY_FAILED, text, trace, "")]
     with pytest.raises(StartupError, match=r"^ConfigError: cluster\.interface='eth7' has no$"):
         wait(IngressStatus(HOST, None))
 

@@ -109,7 +109,7 @@ class ScriptedCluster:
             num_blocks=num_blocks,
         )
         self.roster = rosters.join(self.roster, [member])
-        self.tell()
+        self.publish()
         return core
 
     def lose(self, rank: int) -> None:
@@ -125,13 +125,13 @@ class ScriptedCluster:
         assert member is not None
         self.roster = step(self.roster, [rank])
         del self.cores[rank]
-        self.tell([EngineId.of(member)])
+        self.publish([EngineId.of(member)])
 
     def mark(self, rank: int, state: MemberState) -> None:
         self.roster = rosters.update_members(self.roster, [rank], state=state)
-        self.tell()
+        self.publish()
 
-    def tell(self, lost: list[EngineId] | None = None) -> None:
+    def publish(self, lost: list[EngineId] | None = None) -> None:
         """Publishes a view with the reports of all engines to the ingress."""
         reports = [self._report(rank) for rank in sorted(self.cores)]
         self.llm.on_view(ClusterView(self.roster, ClusterReports(engines=reports)), lost or [])
@@ -176,7 +176,7 @@ class ScriptedCluster:
     def shown(self) -> dict[str, float]:
         """Returns the metrics that a scrape shows, summed over engines, without zeros and histogram
         buckets."""
-        self.tell()
+        self.publish()
         values: dict[str, float] = {}
         for family in text_string_to_metric_families(self.metrics.render().decode()):
             for sample in family.samples:

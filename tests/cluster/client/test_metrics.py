@@ -33,7 +33,7 @@ def shown(registry: CollectorRegistry) -> list[str]:
     return [line for line in lines if "_created" not in line]
 
 
-def shown_alone(part: Histogram | Counter) -> list[str]:
+def shown_by_itself(part: Histogram | Counter) -> list[str]:
     registry = CollectorRegistry()
     registry.register(Only(part))
     return shown(registry)
@@ -47,7 +47,7 @@ def test_a_histogram_renders_like_prometheus_client(values: list[float]):
     for value in values:
         one.observe(value)
         other.observe(value)
-    assert shown_alone(one) == shown(theirs)
+    assert shown_by_itself(one) == shown(theirs)
 
 
 @given(st.lists(st.tuples(st.sampled_from(REASONS), st.floats(0, 1000))))
@@ -65,8 +65,8 @@ def test_a_counter_renders_like_prometheus_client(values: list[tuple[str, float]
         other.labels(reason).inc(value)
         plain.inc(value)
         bare.inc(value)
-    assert shown_alone(one) == shown(theirs)
-    assert shown_alone(plain) == shown(bare_theirs)
+    assert shown_by_itself(one) == shown(theirs)
+    assert shown_by_itself(plain) == shown(bare_theirs)
 
 
 seconds = st.integers(0, 800).map(lambda eighths: eighths / 8)  # their sums are exact

@@ -56,7 +56,7 @@ def moves(model: Model, state: State) -> Iterator[Transition]:
         for name, after in _accidents(model, state, rank, engine):
             yield f"{rank} {name}", False, after
     if state.coordinator is None:
-        if all(_said_hello(state, r) for r, e in enumerate(state.engines) if e.place):
+        if all(_has_sent_hello(state, r) for r, e in enumerate(state.engines) if e.place):
             yield "recover", True, _recover(model, state)
         return
     yield from _operator(model, state)
@@ -134,11 +134,11 @@ def _accidents(
         else False
     ):
         yield "is aborted", spend(model.fall_out(state, rank, EngineState.BROKEN), "errors")
-    elif state.left.errors and _alone(state, engine):
+    elif state.left.errors and _is_only_engine(state, engine):
         yield "sees an error", spend(model.fall_out(state, rank, EngineState.BROKEN), "errors")
 
 
-def _alone(state: State, engine: Engine) -> bool:
+def _is_only_engine(state: State, engine: Engine) -> bool:
     """Whether a peer of the steps in flight, or of the group that forms, is gone."""
     epoch = engine.fields.epoch
     if engine.place is EngineState.INSIDE and engine.fields.in_flight:
@@ -317,7 +317,7 @@ def _greet(model: Model, state: State, rank: int) -> State:
     return model.with_engine(state, rank, engine._replace(greeted=True), (pack(hello),))
 
 
-def _said_hello(state: State, rank: int) -> bool:
+def _has_sent_hello(state: State, rank: int) -> bool:
     return any(hello[1].rank == rank for hello in state.hellos)
 
 

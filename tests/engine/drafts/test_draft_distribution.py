@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[Answer, float]:
+def reference() -> dict[Answer, float]:
     """Returns the probability of each answer."""
     model: Any = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32).eval()
     found: dict[Answer, float] = {(): 1.0}
@@ -47,11 +47,14 @@ def wanted() -> dict[Answer, float]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_answers_have_the_distribution_of_the_model(name: str, wanted: dict[Answer, float]) -> None:
+def test_answers_have_the_distribution_of_the_model(
+    name: str, reference: dict[Answer, float]
+) -> None:
     found, drafts = draw(MODELS[name])
-    assert is_likely(found, wanted)
+    assert is_likely(found, reference)
     flatter = {
-        answer: (likelihood + 0.1 / len(wanted)) / 1.1 for answer, likelihood in wanted.items()
+        answer: (likelihood + 0.1 / len(reference)) / 1.1
+        for answer, likelihood in reference.items()
     }
     assert not is_likely(found, flatter), "such a difference is seen"
     assert drafts > DRAWS / 2
@@ -77,13 +80,13 @@ def draw(small: dict[str, Any]) -> tuple[Counter[Answer], int]:
     return Counter(tuple(output.outputs[0].token_ids) for output in outputs), num_drafts
 
 
-def is_likely(found: Counter[Answer], wanted: dict[Answer, float]) -> bool:
+def is_likely(found: Counter[Answer], reference: dict[Answer, float]) -> bool:
     """Whether these counts of answers are likely under a distribution. The chi-square limit is the
     approximation of Wilson and Hilferty (1931)."""
-    if not found.keys() <= wanted.keys():
+    if not found.keys() <= reference.keys():
         return False
-    often = {answer for answer, likelihood in wanted.items() if likelihood * DRAWS >= 5}
-    pairs = [(found[answer], wanted[answer] * DRAWS) for answer in often]
+    often = {answer for answer, likelihood in reference.items() if likelihood * DRAWS >= 5}
+    pairs = [(found[answer], reference[answer] * DRAWS) for answer in often]
     rest = DRAWS - sum(count for count, _ in pairs), DRAWS - sum(mean for _, mean in pairs)
     pairs += [rest] if rest[1] >= 5 else []
     distance = sum((count - mean) ** 2 / mean for count, mean in pairs)

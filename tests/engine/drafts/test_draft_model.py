@@ -46,7 +46,7 @@ def answers(llm: LLM, params: SamplingParams = GREEDY, prompts: list[str] = PROM
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, list[Any]]:
+def reference() -> dict[str, list[Any]]:
     with engine() as llm:
         return {"greedy": answers(llm), "drawn": answers(llm, DRAWN)}
 
@@ -71,23 +71,23 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_draft_model_equal_to_the_model_is_always_right(
-    way: str, wanted: dict[str, list[Any]]
+    way: str, reference: dict[str, list[Any]]
 ) -> None:
     with drafting(SAME, **WAYS[way]) as llm:
         for _ in range(2):  # in the second round the prompts are in the cache
-            assert answers(llm) == wanted["greedy"]
+            assert answers(llm) == reference["greedy"]
         kv, drafts = llm._engine.core.scheduler.kv, drafter_of(llm)
         assert drafts.num_drafts == drafts.num_accepted > 50
         assert kv.num_hit_tokens
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
-        assert answers(llm, DRAWN) == wanted["drawn"]
+        assert answers(llm, DRAWN) == reference["drawn"]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_another_model_changes_no_answer(way: str, wanted: dict[str, list[Any]]) -> None:
+def test_another_model_changes_no_answer(way: str, reference: dict[str, list[Any]]) -> None:
     with drafting(RANDOM, **WAYS[way]) as llm:
-        assert answers(llm) == wanted["greedy"]
-        assert answers(llm, DRAWN) == wanted["drawn"]
+        assert answers(llm) == reference["greedy"]
+        assert answers(llm, DRAWN) == reference["drawn"]
         drafts = drafter_of(llm)
         assert drafts.num_drafts > 2 * drafts.num_accepted
 
@@ -107,36 +107,38 @@ def test_many_seeds_draw_the_same_tokens() -> None:
     assert all(0 < accepted < drafts for accepted, drafts in shares[1:])
 
 
-def test_offloaded_blocks_return_for_both_models(wanted: dict[str, list[Any]]) -> None:
+def test_offloaded_blocks_return_for_both_models(reference: dict[str, list[Any]]) -> None:
     scarce = {"cache__block_tokens": 2, "cache__memory_bytes": 2 * 4096 * 45}
     for dtype, share in (("auto", 1.0), ("bfloat16", 0.9)):
         small = SAME | {"dtype": dtype}
         settings = scarce | {"cache__offload_bytes": 8_000_000, "scheduler__steps_in_flight": 1}
         with drafting(small, **settings) as llm:
             for _ in range(3):
-                assert answers(llm) == wanted["greedy"]
+                assert answers(llm) == reference["greedy"]
             assert llm._engine.core.scheduler.kv.offload.num_loaded > 20
             drafts = drafter_of(llm)
             assert drafts.num_accepted >= share * drafts.num_drafts > 100
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_the_draft_model_sleeps_with_the_engine(level: int, wanted: dict[str, list[Any]]) -> None:
+def test_the_draft_model_sleeps_with_the_engine(
+    level: int, reference: dict[str, list[Any]]
+) -> None:
     with drafting(SAME) as llm:
         worker = llm._engine.core.executor._worker
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
         llm._engine.core.memory.set_sleep(level)
         assert bool(worker.draft_model.modules) == (level == 1)
         for model in worker.draft_model.modules:
             assert not any(layer.k_cache.numel() for layer in model.attention_layers())
         llm._engine.core.memory.set_sleep(0)
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
         drafts = drafter_of(llm)
         assert drafts.num_drafts == drafts.num_accepted > 100
 
 
 def test_the_draft_model_stays_when_the_model_is_updated(
-    wanted: dict[str, list[Any]], tmp_path: Path
+    reference: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     weights = load_file(str(Path(NANO, "model.safetensors")))
     other = {name: tensor * 1.01 for name, tensor in weights.items()}
@@ -148,7 +150,7 @@ def test_the_draft_model_stays_when_the_model_is_updated(
         assert drafts.num_drafts > 2 * drafts.num_accepted, "it is another model now"
         before = drafts.num_drafts - drafts.num_accepted
         llm.update_weights(weights)
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
         assert drafter_of(llm).num_drafts - drafter_of(llm).num_accepted == before
 
 
@@ -251,16 +253,16 @@ def spoiled(folder: Path) -> str:
 
 
 def test_a_draft_model_with_nan_logits_only_proposes_wrong_drafts(
-    wanted: dict[str, list[Any]], tmp_path: Path
+    reference: dict[str, list[Any]], tmp_path: Path
 ) -> None:
     for overrides in ({}, {"drafts__max_step_tokens": 400, "parallel__tensor": 2}):
         with drafting({"path": spoiled(tmp_path / str(len(overrides)))}, **overrides) as llm:
-            assert answers(llm) == wanted["greedy"]
-            assert answers(llm, DRAWN) == wanted["drawn"]
+            assert answers(llm) == reference["greedy"]
+            assert answers(llm, DRAWN) == reference["drawn"]
             assert drafter_of(llm).num_drafts
 
 
-def test_a_migrated_answer_continues_with_correct_drafts(wanted: dict[str, list[Any]]) -> None:
+def test_a_migrated_answer_continues_with_correct_drafts(reference: dict[str, list[Any]]) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=0)
     spec = RequestSpec(PROMPTS[0], params)
     engines = [drafting(SAME), drafting(SAME, cache__block_tokens=4)]
@@ -268,18 +270,18 @@ def test_a_migrated_answer_continues_with_correct_drafts(wanted: dict[str, list[
     for cut in range(1, 8):
         harness.ask(spec, RequestOutputKind.DELTA, cuts=[cut])
     for answer in harness.run():
-        assert answer.parts[0].token_ids == wanted["greedy"][0]
+        assert answer.parts[0].token_ids == reference["greedy"][0]
     assert harness.num_moves > 3
     for llm in engines:
         assert drafter_of(llm).num_drafts == drafter_of(llm).num_accepted > 0
         llm.close()
 
 
-def test_saved_weights_of_a_draft_model(wanted: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_saved_weights_of_a_draft_model(reference: dict[str, list[Any]], tmp_path: Path) -> None:
     out = tmp_path / "saved"
     saving.save_sharded(load(NANO, {"model.device": "cpu"}), out, lambda what, done, total: None)
     with drafting({"path": str(out)}) as llm:
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
         assert drafter_of(llm).num_drafts == drafter_of(llm).num_accepted > 0
 
 

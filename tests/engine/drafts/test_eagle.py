@@ -129,7 +129,7 @@ def assert_memory_counts(plain: LLM, llm: LLM, least: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def wanted() -> dict[str, list[Any]]:
+def reference() -> dict[str, list[Any]]:
     with engine() as llm:
         return {"greedy": answers(llm), "drawn": answers(llm, DRAWN)}
 
@@ -150,49 +150,49 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_proposals_equal_those_of_the_head(
-    name: str, head: Any, wanted: dict[str, list[Any]]
+    name: str, head: Any, reference: dict[str, list[Any]]
 ) -> None:
     path = head(name)
     with drafting(path, HEADS[name]["method"]) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted["greedy"]
-        assert answers(llm, DRAWN) == wanted["drawn"]
+        assert answers(llm) == reference["greedy"]
+        assert answers(llm, DRAWN) == reference["drawn"]
     proposals.assert_those_of(plain_head(path, NANO), 40)
 
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3 that knows some tokens"])
 @pytest.mark.parametrize("way", WAYS)
 def test_proposals_are_the_same_in_every_configuration(
-    way: str, name: str, head: Any, wanted: dict[str, list[Any]]
+    way: str, name: str, head: Any, reference: dict[str, list[Any]]
 ) -> None:
     path = head(name)
     with drafting(path, HEADS[name]["method"], **WAYS[way]) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted["greedy"]
-        assert answers(llm, DRAWN) == wanted["drawn"]
+        assert answers(llm) == reference["greedy"]
+        assert answers(llm, DRAWN) == reference["drawn"]
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
     proposals.assert_those_of(plain_head(path, NANO), 25)
 
 
 @pytest.mark.parametrize("name", ["eagle3 that reads other layers", "eagle3"])
 def test_each_stage_passes_on_the_inputs_of_its_layers(
-    name: str, head: Any, wanted: dict[str, list[Any]]
+    name: str, head: Any, reference: dict[str, list[Any]]
 ) -> None:
     split = {"parallel__pipeline": 4, "scheduler__steps_in_flight": 3}
     with drafting(head(name), "eagle3", **split) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
     proposals.assert_those_of(plain_head(head(name), NANO), 20)
 
 
 @pytest.mark.parametrize(("name", "stages"), [("eagle", 1), ("eagle3", 1), ("eagle3", 2)])
 def test_eagle_works_with_a_model_of_the_transformers_backend(
-    name: str, stages: int, head: Any, wanted: dict[str, list[Any]]
+    name: str, stages: int, head: Any, reference: dict[str, list[Any]]
 ) -> None:
     ways = {"model__backend": "transformers", "parallel__pipeline": stages}
     with drafting(head(name), name, **ways) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted["greedy"]
+        assert answers(llm) == reference["greedy"]
     proposals.assert_those_of(plain_head(head(name), NANO), 20)
 
 

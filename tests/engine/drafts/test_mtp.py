@@ -61,7 +61,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def wanted(served: Any) -> Any:
+def reference(served: Any) -> Any:
     """Returns the answers of a model without drafts."""
     found: dict[str, list[Any]] = {}
 
@@ -75,10 +75,10 @@ def wanted(served: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", [*TYPES, OWN])
-def test_proposals_equal_those_of_transformers(name: str, served: Any, wanted: Any) -> None:
+def test_proposals_equal_those_of_transformers(name: str, served: Any, reference: Any) -> None:
     with drafting(served(name)) as llm:
         proposals = Proposals(llm)
-        assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
+        assert [answers(llm), answers(llm, DRAWN)] == reference(name)
     proposals.assert_those_of(plain_layer(served(name)), 40)
 
 
@@ -96,11 +96,11 @@ WAYS_OF = {
     ("name", "way"), [(name, way) for name in WAYS_OF for way in WAYS_OF[name]]
 )
 def test_proposals_are_the_same_in_every_configuration(
-    name: str, way: str, served: Any, wanted: Any
+    name: str, way: str, served: Any, reference: Any
 ) -> None:
     with drafting(served(name), **WAYS_OF[name][way]) as llm:
         proposals = Proposals(llm)
-        assert [answers(llm), answers(llm, DRAWN)] == wanted(name)
+        assert [answers(llm), answers(llm, DRAWN)] == reference(name)
         assert (llm._engine.core.scheduler.num_preemptions > 0) == (way == "scarce blocks")
     proposals.assert_those_of(plain_layer(served(name)), 25)
 
@@ -125,14 +125,16 @@ def test_the_memory_of_the_mtp_layer_counts(served: Any) -> None:
         assert_memory_counts(plain, llm, 0)
 
 
-def test_the_layer_may_come_from_another_folder(served: Any, wanted: Any, tmp_path: Path) -> None:
+def test_the_layer_may_come_from_another_folder(
+    served: Any, reference: Any, tmp_path: Path
+) -> None:
     """The layer may be in another folder, as if the model had been saved without it. It shares the
     model's own embedding and head."""
     plain = _without_layer(served("llama"), tmp_path / "plain")
     carrier = make(tmp_path / "carrier", "llama", seed=7)
     with drafting(plain, drafts__model={"path": carrier}) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted("llama")[0]
+        assert answers(llm) == reference("llama")[0]
     proposals.assert_those_of(PlainLayer(carrier, model=plain), 20)
 
 
@@ -156,11 +158,11 @@ def test_new_weights_include_their_mtp_layer(served: Any, tmp_path: Path) -> Non
             proposals.assert_those_of(oracle, 20)
 
 
-def test_a_layer_may_have_random_weights(served: Any, wanted: Any) -> None:
+def test_a_layer_may_have_random_weights(served: Any, reference: Any) -> None:
     with drafting(
         served("llama"), drafts__model={"path": served("llama"), "load_format": "dummy"}
     ) as llm:
-        assert answers(llm) == wanted("llama")[0]
+        assert answers(llm) == reference("llama")[0]
         assert drafter_of(llm).num_drafts > 20
 
 
@@ -203,12 +205,12 @@ def test_the_checkpoint_decides_whether_the_layer_has_experts(kind: str, tmp_pat
 
 
 def test_a_norm_after_the_layer_may_have_another_name(
-    served: Any, wanted: Any, tmp_path: Path
+    served: Any, reference: Any, tmp_path: Path
 ) -> None:
     folder = _renamed(served("llama"), tmp_path / "model", "shared_head.norm", "final_layernorm")
     with drafting(str(folder)) as llm:
         proposals = Proposals(llm)
-        assert answers(llm) == wanted("llama")[0]
+        assert answers(llm) == reference("llama")[0]
     proposals.assert_those_of(plain_layer(served("llama")), 20)
 
 

@@ -73,17 +73,19 @@ class Plans:
 def fall_asleep(inbox: CoordinatorInbox, level: int) -> None:
     inbox.inbox.send(inbox.peer, Pause(0))
     inbox.until(Paused)
-    want(inbox, level)
+    desire_sleep(inbox, level)
     until_asleep(inbox, level)
 
 
-def want(inbox: CoordinatorInbox, level: int) -> None:
-    want.age += 1  # type: ignore[attr-defined]
-    state = ManagerState(DesiredState("m", pause_requested=True, sleep=Sleep(level), term=want.age))  # type: ignore[attr-defined]
+def desire_sleep(inbox: CoordinatorInbox, level: int) -> None:
+    desire_sleep.age += 1  # type: ignore[attr-defined]
+    state = ManagerState(
+        DesiredState("m", pause_requested=True, sleep=Sleep(level), term=desire_sleep.age)
+    )  # type: ignore[attr-defined]
     inbox.inbox.send(inbox.peer, CoordinatorHeartbeat(0, state))
 
 
-want.age = 0  # type: ignore[attr-defined]
+desire_sleep.age = 0  # type: ignore[attr-defined]
 
 
 def until_asleep(inbox: CoordinatorInbox, level: int) -> None:
@@ -144,9 +146,9 @@ def test_the_sleep_level_only_increases(harness: Harness) -> None:
     plans = Plans(engine)
     inbox.until(EngineHello)
     fall_asleep(inbox, 1)
-    want(inbox, 2)
+    desire_sleep(inbox, 2)
     until_asleep(inbox, 2)
-    want(inbox, 1)
+    desire_sleep(inbox, 1)
     inbox.until(EngineReport)
     assert plans.levels == [1, 2]
 
@@ -155,7 +157,7 @@ def test_an_engine_sleeps_only_while_it_is_paused(harness: Harness) -> None:
     engine, inbox = harness
     plans = Plans(engine)
     inbox.until(EngineHello)
-    want(inbox, 2)
+    desire_sleep(inbox, 2)
     client = engine.client()
     client.send(request("r", [1], max_tokens=50))
     client.receive_until(lambda: bool(client.ended))

@@ -31,8 +31,8 @@ def request(name: str = "r", max_tokens: int = 20, **extra: Any) -> EngineCoreRe
     return EngineCoreRequest(name, PROMPT, SamplerParams(seed=len(name)), max_tokens, **extra)
 
 
-def further(core: Any) -> list[list[int]]:
-    """Returns the further passes of the rows of each plan that has rows."""
+def extra_passes(core: Any) -> list[list[int]]:
+    """Returns the passes of the rows, after the first, of each plan that has rows."""
     return [list(plan.extra_steps.values()) for plan in core.executor.plans if plan.slots]
 
 
@@ -44,7 +44,7 @@ def test_a_plan_yields_several_tokens(depth: int) -> None:
     assert token_ids(outputs) == expected(request(max_tokens=15))
     # The prompt's step, three plans of four tokens, and the remaining token.
     assert [len(output.new_token_ids) for output in outputs] == [1, 4, 4, 4, 2]
-    assert further(core) == [[], [3], [3], [3], [1]]
+    assert extra_passes(core) == [[], [3], [3], [3], [1]]
     core.check_idle()
 
 
@@ -112,7 +112,7 @@ def test_extra_steps_use_no_block_that_another_row_may_need() -> None:
         core.add_request(request(name, 9), CLIENT)
     outputs = run(core)
     assert core.scheduler.num_preemptions == 0
-    assert any(further(core))
+    assert any(extra_passes(core))
     for name in names:
         assert token_ids(outputs[name]) == expected(request(name, 9))
 

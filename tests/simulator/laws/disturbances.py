@@ -39,7 +39,7 @@ class Disturbances:
             return True
         if self._faults.are_severed(process, plane.coordinators[-1][0]):
             return True
-        if self._hears_an_earlier_coordinator(engine):
+        if self._follows_an_earlier_coordinator(engine):
             return True
         if not (net := plane.net).cuts:
             return False
@@ -48,7 +48,7 @@ class Disturbances:
         hosts += [peer.process.host for peer in plane.living_engines if peer.rank in ranks]
         return any(net.is_blocked(process.host, host) for host in hosts)
 
-    def _hears_an_earlier_coordinator(self, engine: SimEngine) -> bool:
+    def _follows_an_earlier_coordinator(self, engine: SimEngine) -> bool:
         """Returns whether the engine follows an earlier coordinator that was still alive when Ray,
         which had given up its host, started the newest one. The engine can notice its silence only
         later."""

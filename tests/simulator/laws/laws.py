@@ -233,8 +233,8 @@ class Run:
         broken = [f"{operation} was never answered" for operation in operator.unanswered]
         broken += disagreements(plane)
         target = plane.manager.manager.target
-        if target not in operator.may_be_wanted:
-            broken.append(f"{target} engines are the target, not {operator.may_be_wanted}")
+        if target not in operator.possible_targets:
+            broken.append(f"{target} engines are the target, not {operator.possible_targets}")
         if len(plane.living_engines) != target:
             names = [engine.process.name for engine in plane.living_engines]
             broken.append(f"{target} engines are wanted, and these live: {names}")

@@ -64,7 +64,7 @@ class MembershipWatch:
 
     def look(self) -> None:
         plane, calm = self._plane, self._calm
-        self._note_wanted()
+        self._record_target()
         coordinator = plane.coordinator
         if coordinator is not None and calm.coordinator_acts:
             members = _by_incarnation(coordinator.members)
@@ -73,7 +73,7 @@ class MembershipWatch:
             self._look_at_silent(coordinator, members, engines)
             self._look_at_repaired(members, engines)
             self._look_at_group(coordinator, engines)
-            self._look_at_alone(coordinator)
+            self._check_standalone(coordinator)
             self._look_at_ingresses(coordinator)
             self._look_at_requests(coordinator, members)
             if calm.manager_acts:
@@ -172,7 +172,7 @@ class MembershipWatch:
         if self._is_over(("group", coordinator, *ranks), _FORMED_S, holds=is_able):
             self._break(f"engines {ranks} do not form a group")
 
-    def _look_at_alone(self, coordinator: SimCoordinator) -> None:
+    def _check_standalone(self, coordinator: SimCoordinator) -> None:
         """Checks that an engine leaves its group to serve standalone only if it does not hear a
         coordinator."""
         process, alone = self._plane.coordinators[-1][0], set()
@@ -241,7 +241,7 @@ class MembershipWatch:
 
     # ---------------------------------------------------------------- not too many engines
 
-    def _note_wanted(self) -> None:
+    def _record_target(self) -> None:
         now, manager = self._kernel.now, self._plane.manager
         if manager.has_started:
             serving = manager.manager._fleet.engines.values()

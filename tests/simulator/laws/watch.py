@@ -440,7 +440,7 @@ class Watch:
         if (
             ended
             and not self._disturbances.is_disturbed(ended[0])
-            and len(staying) <= min(self._plane.operator.may_be_wanted)
+            and len(staying) <= min(self._plane.operator.possible_targets)
         ):
             self._break(f"{process.name} was ended at {self._kernel.now:.2f} s, and was healthy")
 

@@ -295,7 +295,7 @@ class SimOutlet(SimEnd):
         else:
             side.closed = True
 
-    def wants_connection(self) -> bool:
+    def needs_connection(self) -> bool:
         return self.side is None and not self._gives_up and self.process.alive
 
     def on_process_stopped(self) -> None:
@@ -356,4 +356,4 @@ class SimAsyncOutlet(SimOutlet):
 def _expect_silence(side: Side) -> None:
     """Lets the peer give up if the process of this side stays stopped for the peer's timeout."""
     process, stops = side.process, side.process.stops
-    side.peer.give_up_unless_heard(lambda: process.stopped and process.stops == stops)
+    side.peer.start_timeouts(lambda: process.stopped and process.stops == stops)

@@ -98,7 +98,7 @@ async def take(world: ChannelWorld, inbox: Any, count: int) -> list[tuple[bytes,
     raise AssertionError(f"{len(received)} of {count} messages came")
 
 
-async def hear(world: ChannelWorld, outlet: Any, within_s: float = SOON_S) -> str | None:
+async def read_next(world: ChannelWorld, outlet: Any, within_s: float = SOON_S) -> str | None:
     """Returns the next message of an outlet, or None after `within_s`."""
     for _ in range(round(within_s / _LOOK_S) + 1):
         if outlet.ready(0.0):
@@ -120,9 +120,9 @@ async def until_reached(world: ChannelWorld, inbox: Any, peer: bytes, outlet: An
     """Waits until messages to this identity arrive at this outlet."""
     for _ in range(round(SOON_S / LONG_S)):
         inbox.send(peer, "?")
-        if await hear(world, outlet, LONG_S) is not None:
+        if await read_next(world, outlet, LONG_S) is not None:
             break
-    while await hear(world, outlet, LONG_S / 8) is not None:
+    while await read_next(world, outlet, LONG_S / 8) is not None:
         pass
 
 

@@ -212,7 +212,7 @@ class Side:
         if self.held is None:
             self.held = deque()
         held = self.held
-        self.peer.give_up_unless_heard(lambda: self.held is held)
+        self.peer.start_timeouts(lambda: self.held is held)
         if self._sent > self._arrived:
             self.expect_ack()
         if self._net.options.heartbeat_s is not None:
@@ -229,7 +229,7 @@ class Side:
         for frame in held:
             self.arrive(frame)
 
-    def give_up_unless_heard(self, silent: Any) -> None:
+    def start_timeouts(self, silent: Any) -> None:
         """Starts the timeouts of this side: it closes if `silent()` holds when they expire."""
         options, kernel = self._net.options, self._net.kernel
         if self.connected_here and not self.open:

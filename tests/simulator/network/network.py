@@ -128,7 +128,7 @@ class Network:
 
     def connect(self, outlet: SimOutlet) -> None:
         """Tries to connect an outlet without a connection. Runs in the outlet's process."""
-        if not outlet.wants_connection():
+        if not outlet.needs_connection():
             return
         inbox = self._find(outlet)
         outlet.was_blocked = self.is_blocked(outlet.process.host, _host(outlet.address))

@@ -12,9 +12,9 @@ from tests.simulator.network.channel_worlds import (
     LONG_S,
     ChannelWorld,
     Seen,
-    hear,
     over_both,
     own,
+    read_next,
     take,
     until,
 )
@@ -34,7 +34,7 @@ async def test_messages_keep_their_order_both_ways(world: ChannelWorld, seen: Se
     (peer,) = {peer for peer, _ in received}
     for message in sent:
         inbox.send(peer, message)
-    assert [await hear(world, outlet) for _ in sent] == sent
+    assert [await read_next(world, outlet) for _ in sent] == sent
 
 
 @over_both
@@ -48,8 +48,8 @@ async def test_each_peer_gets_its_own_answers(world: ChannelWorld, seen: Seen) -
     for peer, message in received:
         inbox.send(peer, f"answer {message}")
     for index, outlet in enumerate(outlets):
-        assert await hear(world, outlet) == f"answer {index}"
-        assert await hear(world, outlet, 0.01) is None
+        assert await read_next(world, outlet) == f"answer {index}"
+        assert await read_next(world, outlet, 0.01) is None
 
 
 @over_both
@@ -68,7 +68,7 @@ async def test_an_inbox_drops_what_it_cannot_deliver(world: ChannelWorld, seen: 
     second.send("y")
     assert await take(world, inbox, 1) == [(b"peer", "y")]
     inbox.send(b"peer", "after")
-    assert await hear(world, second) == "after"
+    assert await read_next(world, second) == "after"
 
 
 @over_both
@@ -118,7 +118,7 @@ async def test_frames_that_do_not_decode_are_skipped_and_counted(
     assert inbox.malformed == len(bad)
     inbox.send(received[0][0], msgspec.Raw(b"\xc1"))
     inbox.send(received[0][0], "fine")
-    assert [await hear(world, outlet), await hear(world, outlet)] == [None, "fine"]
+    assert [await read_next(world, outlet), await read_next(world, outlet)] == [None, "fine"]
     assert outlet.malformed == 1
 
 
@@ -151,7 +151,7 @@ async def test_messages_sent_right_before_closing_arrive(world: ChannelWorld, se
     await take(world, inbox, 1)
     inbox.send(b"peer", "last")
     inbox.close()
-    assert await hear(world, peer_outlet) == "last"
+    assert await read_next(world, peer_outlet) == "last"
 
 
 @pytest.mark.parametrize("comes_s", [0.0, 0.2 + _LINGER_MS / 1000])

@@ -8,8 +8,8 @@ from tests.simulator.network.channel_worlds import (
     LONG_S,
     ChannelWorld,
     Seen,
-    hear,
     over_both,
+    read_next,
     take,
     until,
     until_reached,
@@ -47,7 +47,7 @@ async def test_a_reset_loses_only_messages_in_flight(world: ChannelWorld) -> Non
     wire.release()
     assert await take(world, inbox, 1) == [(b"peer", "kept")]
     inbox.send(b"peer", "after")
-    assert await hear(world, outlet) == "after"
+    assert await read_next(world, outlet) == "after"
 
 
 @over_both
@@ -67,7 +67,7 @@ async def test_delayed_messages_arrive_in_order(world: ChannelWorld) -> None:
     outlet.send("20")
     received = await take(world, inbox, 20)
     assert [message for _, message in received] == [str(i) for i in range(1, 21)]
-    assert [await hear(world, outlet) for _ in range(19)] == [str(i) for i in range(1, 20)]
+    assert [await read_next(world, outlet) for _ in range(19)] == [str(i) for i in range(1, 20)]
     assert wire.connections == 1
 
 
@@ -101,7 +101,7 @@ async def test_heartbeats_keep_an_idle_connection(world: ChannelWorld) -> None:
     await take(world, inbox, 1)
     await world.sleep(2 * NOTICED_S)
     inbox.send(b"peer", "y")
-    assert await hear(world, outlet) == "y"
+    assert await read_next(world, outlet) == "y"
     assert wire.connections == 1
 
 
@@ -126,7 +126,7 @@ async def test_only_the_silent_side_closes_the_connection(world: ChannelWorld) -
     wire.release()
     assert await take(world, inbox, 1) == [(b"peer", "kept")]
     inbox.send(b"peer", "after")
-    assert await hear(world, outlet) == "after"
+    assert await read_next(world, outlet) == "after"
 
 
 @impatient
@@ -149,7 +149,7 @@ async def test_the_other_side_of_a_half_cut_detects_it_by_the_disconnect(
     outlet.send("kept")
     assert await take(world, inbox, 1) == [(b"peer", "kept")]
     inbox.send(b"peer", "after")
-    assert await hear(world, outlet) == "after"
+    assert await read_next(world, outlet) == "after"
 
 
 # ---------------------------------------------------------------- identities
@@ -168,13 +168,15 @@ async def test_the_newest_connection_of_an_identity_takes_over_and_unread_messag
     await world.sleep(LONG_S)  # polling the inbox would read the first message
     second = world.outlet(seen(inbox.address), b"peer")
     await until_reached(world, inbox, b"peer", second)
-    while await hear(world, first, 0.02) is not None:  # the first outlet got some of these messages
+    while (
+        await read_next(world, first, 0.02) is not None
+    ):  # the first outlet got some of these messages
         pass
     second.send("new")
     assert await take(world, inbox, 1) == [(b"peer", "new")]
     inbox.send(b"peer", "to the newest")
-    assert await hear(world, second) == "to the newest"
-    assert await hear(world, first, 0.02) is None
+    assert await read_next(world, second) == "to the newest"
+    assert await read_next(world, first, 0.02) is None
 
 
 @pytest.mark.parametrize("returns", [False, True])

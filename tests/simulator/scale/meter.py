@@ -63,7 +63,7 @@ class MeteredProcess(Process):
         if self._running:
             self._event_s += time.thread_time()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self._running:
             self._event_s -= time.thread_time()
 
@@ -102,7 +102,7 @@ def metered_messages() -> Iterator[None]:
         process.pause()
         send(side, frame, kind)
         process.on_sent(len(frame), kind, isinstance(side.end, SimInbox))
-        process.go_on()
+        process.resume()
         return None
 
     def metered_arrive(side: Side, frame: Any) -> None:

@@ -43,7 +43,7 @@ def play(
         names = LoadedAdapters(
             cluster.config.lora,
             "fake",
-            lambda: cluster.coordinator.tell(adapters=cluster.manager.adapters.all),  # type: ignore[union-attr]
+            lambda: cluster.coordinator.publish(adapters=cluster.manager.adapters.all),  # type: ignore[union-attr]
         )
         cluster.manager.adapters = names
         cluster.coordinator.is_silent = is_silent

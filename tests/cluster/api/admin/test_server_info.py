@@ -54,7 +54,7 @@ def test_load_counts_running_and_waiting_requests(folder: Path) -> None:
                 EngineReport(0, running=3, waiting=2, kv_usage=0.5),
                 EngineReport(1, running=1),
             ]
-            cluster.coordinator.tell(engines=reports)
+            cluster.coordinator.publish(engines=reports)
             await until(lambda: len(cluster.ingress.llm.view.reports.engines) == 2)
             assert (await cluster.client.get("/load")).json() == {"server_load": 6}
             info = (await cluster.client.get("/server_info")).json()

@@ -81,7 +81,7 @@ def test_requests_to_a_sleeping_cluster_wait_or_are_refused(folder: Path, refuse
             client, services = cluster.client, cluster.ingress.services
             begun = asyncio.create_task(client.post("/v1/completions", json=body([9], 2)))
             await until(lambda: len(engine.arrived) == 1)
-            cluster.coordinator.tell(state="paused", sleep=Sleep(2, refuses))
+            cluster.coordinator.publish(state="paused", sleep=Sleep(2, refuses))
             await until(lambda: services.llm.view.reports.sleep.level)
             ready = await client.get("/ready")
             assert ready.status_code == 503
@@ -93,7 +93,7 @@ def test_requests_to_a_sleeping_cluster_wait_or_are_refused(folder: Path, refuse
                     assert "until they are woken up" in answer.text
             else:
                 await until(lambda: len(engine.arrived) == 1 + len(late))
-            cluster.coordinator.tell(state="serving", sleep=Sleep())
+            cluster.coordinator.publish(state="serving", sleep=Sleep())
             await until(lambda: not services.llm.view.reports.sleep.level)
             engine.allow()
             assert (await begun).status_code == 200

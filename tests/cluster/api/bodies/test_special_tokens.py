@@ -63,7 +63,7 @@ def test_turns_come_only_from_the_template(mode: str) -> None:
     async def run() -> None:
         async with serving(**{"model.special_tokens_in_text": mode}).serving() as cluster:
             engine = await cluster.join(0)
-            engine.say([5] * 16)
+            engine.reply_with([5] * 16)
             for what, (path, fields, count) in CHATS.items():
                 answer = await cluster.client.post(path, json={"model": "fake", **fields})
                 assert answer.status_code == 200, (what, answer.text)

@@ -58,7 +58,7 @@ def ids_of(server, text: str) -> list[int]:
     return post(server, "/tokenize", prompt=text)["tokens"]
 
 
-def wanted(server, texts) -> torch.Tensor:
+def reference(server, texts) -> torch.Tensor:
     rows = [pooled(server.model, "mean", ids_of(server, text)) for text in texts]
     return torch.nn.functional.normalize(torch.stack(rows), dim=-1)
 
@@ -69,7 +69,7 @@ def embeddings(answer: Any) -> torch.Tensor:
 
 
 def test_texts_and_token_ids_in_every_form(embedder):
-    right = wanted(embedder, TEXTS)
+    right = reference(embedder, TEXTS)
     answer = post(embedder, "/v1/embeddings", model="pool", input=TEXTS)
     torch.testing.assert_close(embeddings(answer), right, rtol=0, atol=TOLERANCE)
     ids = [ids_of(embedder, text) for text in TEXTS]
@@ -86,7 +86,7 @@ def test_texts_and_token_ids_in_every_form(embedder):
 
 
 def test_base64_dimensions_and_normalize(embedder):
-    right = wanted(embedder, TEXTS[:2])
+    right = reference(embedder, TEXTS[:2])
     answer = post(embedder, "/v1/embeddings", input=TEXTS[:2], encoding_format="base64")
     values = [array("f", base64.b64decode(one["embedding"])) for one in answer["data"]]
     torch.testing.assert_close(torch.tensor(values), right, rtol=0, atol=TOLERANCE)
@@ -156,7 +156,9 @@ def test_an_empty_text_is_embedded_with_its_special_tokens(embedder):
     texts = [*TEXTS[:2], "", *TEXTS[2:], ""]
     assert ids_of(embedder, "") == ids_of(embedder, "a")[::2], "[CLS] [SEP]"
     answer = post(embedder, "/v1/embeddings", input=texts)
-    torch.testing.assert_close(embeddings(answer), wanted(embedder, texts), rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        embeddings(answer), reference(embedder, texts), rtol=0, atol=TOLERANCE
+    )
     assert post(embedder, "/v1/embeddings", input="")["usage"]["prompt_tokens"] == 2
     embedder.wait_idle()
 
@@ -238,7 +240,7 @@ def test_a_text_is_cut_between_its_special_tokens(embedder):
             torch.testing.assert_close(embeddings(answer)[0], right, rtol=0, atol=TOLERANCE)
     body = {"input": long, "truncate_prompt_tokens": 4, "truncation_side": "left"}
     answer = post(embedder, "/v1/embeddings", **body)
-    right = wanted(embedder, ["g h"])
+    right = reference(embedder, ["g h"])
     torch.testing.assert_close(embeddings(answer), right, rtol=0, atol=TOLERANCE)
 
 
@@ -274,7 +276,7 @@ def test_a_generating_model_refuses_to_pool():
 
 
 def test_scores_of_embeddings_are_cosines(embedder):
-    right = wanted(embedder, TEXTS)
+    right = reference(embedder, TEXTS)
     answer = post(embedder, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)
     got = torch.tensor([one["score"] for one in answer["data"]])
     torch.testing.assert_close(got, right @ right[0], rtol=0, atol=TOLERANCE)

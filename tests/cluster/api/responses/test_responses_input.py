@@ -255,7 +255,7 @@ some_items = st.lists(
 )
 
 
-def said(message: ChatMessage) -> list[tuple[str, str]]:
+def pieces_of(message: ChatMessage) -> list[tuple[str, str]]:
     """Returns the parts of a message in the order in which templates write them."""
     pieces = [("thinks", line) for line in (message.reasoning_content or "").split("\n")]
     pieces = pieces if message.reasoning_content is not None else []
@@ -281,7 +281,7 @@ def test_nothing_is_lost_or_moved_on_the_way_to_the_template(conversation: list[
             case api.FunctionCallOutputItem():
                 expected.append((item.call_id or "tool", str(item.output)))
     messages = chat_messages(conversation)
-    assert [piece for message in messages for piece in said(message)] == expected
+    assert [piece for message in messages for piece in pieces_of(message)] == expected
     for one, other in itertools.pairwise(messages):
         if one.role == other.role == "assistant":
             has_reasoning, has_text = other.reasoning_content is not None, other.content is not None

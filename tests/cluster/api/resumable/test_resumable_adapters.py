@@ -37,7 +37,9 @@ async def serving(folder: Path) -> AsyncIterator[ResumableServer]:
     server = ResumableServer(folder, None, steps=5, **{"lora.enabled": True})
     manager, coordinator = server.cluster.manager, server.cluster.coordinator
     manager.adapters = LoadedAdapters(
-        server.cluster.config.lora, "fake", lambda: coordinator.tell(adapters=manager.adapters.all)
+        server.cluster.config.lora,
+        "fake",
+        lambda: coordinator.publish(adapters=manager.adapters.all),
     )
     async with server:
         yield server
@@ -117,13 +119,13 @@ def test_a_background_response_is_taken_over_with_its_adapter(
     async def scenario() -> None:
         server = ResponsesServer(tmp_path, "the fox", **{"lora.enabled": True})
         async with server.open(steps=1), server.second_ingress() as (_, client, ingress):
-            server.cluster.coordinator.tell(adapters=(first,))
+            server.cluster.coordinator.publish(adapters=(first,))
             for one in (server.cluster.ingress, ingress):
                 await until(lambda one=one: one.services.adapters.find("sql") == first)
             begun = await server.create(model="sql", background=True)
             await until(lambda: server.engine.arrived)
             now = () if later == "unloaded" else (second,)
-            server.cluster.coordinator.tell(adapters=now)
+            server.cluster.coordinator.publish(adapters=now)
             await until(lambda: ingress.services.adapters.find("sql") != first)
             server.store_handle.away = True  # the first ingress has stopped
             await pass_lease(server)

@@ -210,7 +210,7 @@ class SessionsAgainstModel(RuleBasedStateMachine):
             copies.clear()
 
     @invariant()
-    def sizes_are_those_of_what_is_kept(self) -> None:
+    def sizes_match_the_kept_sessions(self) -> None:
         entries = [entry for _key, entry in self.store._kept.items()]
         assert self.store.size_bytes == sum(entry.session.size_bytes for entry in entries)
         assert sum(map(self.store._kept.owned, {key.partition("/")[0] for key in KEYS})) == len(

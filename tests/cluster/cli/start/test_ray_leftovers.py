@@ -80,7 +80,7 @@ def test_processes_that_exit_by_themselves_are_waited_for(tmp_path: Path, log: P
 
 def test_a_log_reader_and_this_process_are_not_leftovers(tmp_path: Path, log: Path) -> None:
     reader = start("-c", "import sys; print(1, flush=True); input(sys.argv)", log=log, mode="r")
-    other = start("-c", "import time; time.sleep(600)", log=_beside(tmp_path))
+    other = start("-c", "import time; time.sleep(600)", log=_log_outside(tmp_path))
     with log.open("a"):
         assert end_all(tmp_path, 0.0) == []
     assert other.poll() is None
@@ -89,7 +89,7 @@ def test_a_log_reader_and_this_process_are_not_leftovers(tmp_path: Path, log: Pa
         process.communicate(timeout=DEADLINE_S)
 
 
-def _beside(folder: Path) -> Path:
+def _log_outside(folder: Path) -> Path:
     """Returns a file in another folder whose path starts with this folder's name."""
     path = folder.with_name(f"{folder.name}-other")
     path.mkdir()

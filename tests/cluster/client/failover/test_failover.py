@@ -323,7 +323,7 @@ def test_a_restarted_coordinator_continues_at_its_address(folder: Path) -> None:
         cluster.coordinator = FakeCoordinator(cluster.coordinator)
         await until(lambda: cluster.coordinator.epochs_seen)
         assert set(cluster.coordinator.epochs_seen) == {roster.epoch}
-        cluster.coordinator.tell(roster=rosters.update_members(roster, [0], vocab_size=400))
+        cluster.coordinator.publish(roster=rosters.update_members(roster, [0], vocab_size=400))
         await until(lambda: cluster.ingress.llm.view.roster.epoch == roster.epoch + 1)
         await cluster.join(1)
         await cluster.kill(first)

@@ -124,7 +124,7 @@ def test_a_later_attempt_carries_the_waiting_time_so_far() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     script=st.lists(
-        st.tuples(st.sampled_from(["step", "hear", "move", "abort late"]), st.integers(0, 1)),
+        st.tuples(st.sampled_from(["step", "receive", "move", "abort late"]), st.integers(0, 1)),
         max_size=40,
     ),
     depth=st.integers(1, 3),
@@ -144,7 +144,7 @@ def test_stale_messages_never_mix_answers_of_two_engines(
     def send(rank: int) -> None:
         assert cores[rank].add_request(assign(state, router, rank), b"c") is None
 
-    def hear(rank: int) -> None:
+    def receive(rank: int) -> None:
         processor.process_outputs(outputs[rank])
         outputs[rank].clear()
 
@@ -159,8 +159,8 @@ def test_stale_messages_never_mix_answers_of_two_engines(
         match event:
             case "step":
                 step(rank)
-            case "hear":
-                hear(rank)
+            case "receive":
+                receive(rank)
             case "abort late":
                 cores[rank].abort_requests(["r"] * len(aborts[rank]), aborts[rank])
                 aborts[rank].clear()
@@ -172,7 +172,7 @@ def test_stale_messages_never_mix_answers_of_two_engines(
     while any(core.has_work for core in cores):
         for rank in range(2):
             step(rank)
-            hear(rank)
+            receive(rank)
     assert state.output_token_ids == expected(whole)
     assert not processor.request_states
     assert sum(router.own_backlog(1)) == 0

@@ -276,7 +276,7 @@ def test_engines_report_started_requests_and_tokens():
         while core.scheduler.has_requests:
             cluster.step(0, 1.0)
         assert core.scheduler.num_preemptions == 1
-        cluster.tell()
+        cluster.publish()
         (report,) = cluster.llm.view.reports.engines
         assert (report.started_requests, report.started_tokens) == (2, 16)
 
@@ -300,8 +300,8 @@ def test_the_bound_counts_requests_at_engines_and_at_the_ingress():
             assert not refused(cluster), count
             cluster.submit([count, 2, 3], 2)
         assert refused(cluster), "two have a row, and four wait"
-        cluster.tell()
-        cluster.tell()
+        cluster.publish()
+        cluster.publish()
         assert refused(cluster), "the engine says so too"
         cluster.lose(0)
         assert refused(cluster), "they wait for an engine"
@@ -310,7 +310,7 @@ def test_the_bound_counts_requests_at_engines_and_at_the_ingress():
         assert refused(cluster)
         for _ in range(3):
             cluster.step(1, 1.0)
-            cluster.tell()
+            cluster.publish()
         assert not refused(cluster)
 
     shown = run(scenario, scheduler__max_rows=2, serve__max_waiting_requests=4)
@@ -324,8 +324,8 @@ def test_an_outdated_report_stops_refusing_requests():
         cluster.join(0)
         for count in range(6):
             cluster.submit([count, 2, 3], 2)
-        cluster.tell()
-        cluster.tell()
+        cluster.publish()
+        cluster.publish()
         assert refused(cluster), "two have a row, and four wait"
         while cluster.cores[0].scheduler.has_requests:
             cluster.step(0, 0.0)
@@ -336,8 +336,8 @@ def test_an_outdated_report_stops_refusing_requests():
             assert not refused(cluster), count
             cluster.submit([count, 2, 3], 2)
         assert refused(cluster), "what this ingress sent still has its bound"
-        cluster.tell()
-        cluster.tell()
+        cluster.publish()
+        cluster.publish()
         assert refused(cluster), "the engine says so too"
 
     run(scenario, scheduler__max_rows=2, serve__max_waiting_requests=4)

@@ -149,10 +149,10 @@ def test_the_probe_over_http(folder: Path) -> None:
             assert await reason() == "engine 0: reads weights"
             await cluster.join(0)
             assert (await probe("/ready")).json()["engines"] == [0]
-            cluster.coordinator.tell(state="paused")
+            cluster.coordinator.publish(state="paused")
             await until(lambda: cluster.ingress.llm.view.reports.state == "paused")
             assert await reason() == "paused by an operator"
-            cluster.coordinator.tell(state="serving")
+            cluster.coordinator.publish(state="serving")
             await until(lambda: cluster.ingress.llm.view.reports.state == "serving")
             cluster.ingress.llm._readiness._limit_s = 0.1
             await until(lambda: cluster.ingress.llm.check_ready().coordinator_silent)

@@ -409,7 +409,7 @@ class Conservation(RuleBasedStateMachine):
         self.count = 0
         self.reports: dict[int, EngineReport] = {}
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         members = [
             Member(rank, ADDRESS, state, incarnation=self.lives[rank], num_blocks=6)
             for rank, state in sorted(self.states.items())
@@ -425,18 +425,18 @@ class Conservation(RuleBasedStateMachine):
         if rank not in self.states:
             self.states[rank] = MemberState.ACTIVE
             self.lives[rank] = self.lives.get(rank, 0) + 1
-            self._tell()
+            self._report()
 
     @rule(rank=st.integers(0, 3))
     def an_engine_leaves(self, rank: int) -> None:
         if rank in self.states:
             self.states[rank] = MemberState.LEAVING
-            self._tell()
+            self._report()
 
     @rule(rank=st.integers(0, 3))
     def an_engine_goes(self, rank: int) -> None:
         self.states.pop(rank, None)
-        self._tell()
+        self._report()
 
     @rule(rank=st.integers(0, 3))
     def an_engine_starts_again(self, rank: int) -> None:
@@ -444,20 +444,20 @@ class Conservation(RuleBasedStateMachine):
         published."""
         if rank in self.states:
             self.lives[rank] += 1
-            self._tell()
+            self._report()
 
     @rule(rank=st.integers(0, 3))
     def an_engine_is_repaired(self, rank: int) -> None:
         if rank in self.states:
             repairing = self.states[rank] is MemberState.REPAIRING
             self.states[rank] = MemberState.ACTIVE if repairing else MemberState.REPAIRING
-            self._tell()
+            self._report()
 
     @rule(rank=st.integers(0, 3), usage=st.floats(0, 1), steps=st.integers(0, 3))
     def an_engine_reports(self, rank: int, usage: float, steps: int) -> None:
         life = self.lives.get(rank, 0)
         self.reports[rank] = EngineReport(rank, life, kv_usage=usage, steps=steps)
-        self._tell()
+        self._report()
 
     @rule(conversation=st.integers(0, 3), length=st.integers(1, 12))
     def a_request_comes(self, conversation: int, length: int) -> None:
@@ -474,7 +474,7 @@ class Conservation(RuleBasedStateMachine):
         self.unanswered.add(name)
 
     @rule(data=st.data(), ends=st.booleans())
-    def a_request_goes_on(self, data: st.DataObject, ends: bool) -> None:
+    def a_request_continues(self, data: st.DataObject, ends: bool) -> None:
         if self.routes:
             name = data.draw(st.sampled_from(sorted(self.routes)))
             self.unanswered.discard(name)
@@ -484,7 +484,7 @@ class Conservation(RuleBasedStateMachine):
                 self.routes[name][0].on_first_token()
 
     @invariant()
-    def the_backlog_is_that_of_all_engines(self) -> None:
+    def the_backlog_sums_all_engines(self) -> None:
         """The router recomputes only engines that have changed, yet the sums cover all engines."""
         engines = self.router._engines.values()
         for rows in (2, 5):

@@ -51,10 +51,10 @@ class Table(FakeRay):
         return answer.version if method == "version" else answer
 
     def engine(
-        self, rank: int, start: str, says: Any, *, tag: str = TAG, group: bool = True
+        self, rank: int, start: str, answer: Any, *, tag: str = TAG, group: bool = True
     ) -> str:
         text = name(rank, start, tag)
-        self.actors[text] = says
+        self.actors[text] = answer
         if group:
             self.reserved.append(text)
         return text
@@ -77,7 +77,7 @@ class FakeCoordinator:
         self.lost += ranks
 
 
-def says(rank: int, incarnation: int) -> EngineReady:
+def ready_answer(rank: int, incarnation: int) -> EngineReady:
     limits = ExecutorLimits(10, 100, 50)
     return EngineReady(rank, ADDRESS, limits, 7, "node", [], incarnation, version=VERSION.name)
 
@@ -115,13 +115,13 @@ def ignore() -> None:
 
 
 def test_serving_loading_and_waiting_engines_are_adopted_and_others_killed(table: Table) -> None:
-    serving = table.engine(0, "a", says(0, 5))
+    serving = table.engine(0, "a", ready_answer(0, 5))
     table.engine(0, "b", LOADING)
-    waiting = table.engine(1, "c", says(1, 6))
+    waiting = table.engine(1, "c", ready_answer(1, 6))
     loading = table.engine(2, "d", LOADING)
     table.engine(3, "e", DEAD)
-    table.engine(4, "f", says(4, 8), tag=engine_tag("another", KEYS.public.hex()))
-    table.engine(5, "g", says(5, 9), group=False)
+    table.engine(4, "f", ready_answer(4, 8), tag=engine_tag("another", KEYS.public.hex()))
+    table.engine(5, "g", ready_answer(5, 9), group=False)
     table.reserved += [name(6, "h"), "swell-app-engine-7", "of somebody else"]
     table.actors["coordinator-configuration"] = table.actors["coordinator-another"] = DEAD
     coordinator = FakeCoordinator(member(0, 5), member(1, 3), member(3, 7))
@@ -139,7 +139,7 @@ def test_an_unresponsive_engine_in_the_roster_is_asked_again(
 ) -> None:
     """A silent engine is probed again while it is in the roster: the coordinator removes an engine
     that has stopped."""
-    serving = table.engine(0, "a", says(0, 5))
+    serving = table.engine(0, "a", ready_answer(0, 5))
     answer, asked = table._answer, 0
 
     async def slow_answer(actor: str, method: str, args: tuple[Any, ...]) -> Any:
@@ -174,7 +174,7 @@ def test_an_engine_of_this_manager_becomes_an_orphan_only_when_it_is_destroyed(
     async def scenario() -> None:
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)
-        table.actors[handle.name] = says(3, 1)
+        table.actors[handle.name] = ready_answer(3, 1)
         table.reserved.append(handle.name)
         handle.actor = handle.group = handle.name
         assert not await ours.orphans.collect() and table.ended == []
@@ -258,7 +258,7 @@ def test_a_process_is_killed_at_once_on_any_host(table: Table, node: str) -> Non
         ours = made(FakeCoordinator(), table)
         handle = ours.plan(3, VERSION)
         handle.actor = handle.group = handle.name
-        handle.ready = msgspec.structs.replace(says(3, 1), node=node)
+        handle.ready = msgspec.structs.replace(ready_answer(3, 1), node=node)
         await ours.kill(handle)
         assert table.killed_pids == [(7, node)]
         assert table.ended == [handle.name, handle.name], "the actor and its group"

@@ -48,13 +48,13 @@ class Ingress:
 
     def begin(self, version: str, seconds: float) -> Answer:
         self.answers.append(Answer(version, seconds))
-        self._tell()
+        self._publish()
         return self.answers[-1]
 
     async def serve(self) -> None:
         while True:
             self._tick()
-            self._tell()
+            self._publish()
             await asyncio.sleep(_TICK_S)
 
     def _tick(self) -> None:
@@ -71,7 +71,7 @@ class Ingress:
         self.answers = [answer for answer in self.answers if answer.left_s > 0.0]
         self.num_waiting = sum(answer.rank is None for answer in self.answers)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         coordinator = self.harness.coordinator
         coordinator.needed = {answer.version for answer in self.answers}
         coordinator.reports = {

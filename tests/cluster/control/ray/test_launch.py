@@ -57,11 +57,11 @@ def test_a_manager_waits_for_a_controller_that_has_just_died(monkeypatch, status
     """An unknown state does not justify stopping all engines."""
     answers = [RuntimeError("the controller is being restarted")] * 2
 
-    def said() -> Any:
+    def find_status() -> Any:
         if answers:
             raise answers.pop()
         return SimpleNamespace(applications={"swell": SimpleNamespace(status=status)})
 
-    monkeypatch.setattr(serve, "status", said)
+    monkeypatch.setattr(serve, "status", find_status)
     monkeypatch.setattr(serve_status, "_POLL_S", 0.0)
     assert asyncio.run(serve_status.is_deleting("swell")) is ends

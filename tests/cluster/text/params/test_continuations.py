@@ -48,7 +48,7 @@ class ScriptedServer:
     def ids(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=special))
 
-    def behind(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
+    def script_after(self, prompt: str, answer: str) -> tuple[list[int], list[int]]:
         """Returns the tokens of prompt and answer, split where the answer begins."""
         head, whole = self.ids(prompt), self.ids(prompt + answer)
         if whole[: len(head)] != head:  # the split changes the tokens
@@ -66,7 +66,7 @@ class ScriptedServer:
 
     async def post(self, url: str, script: list[int], **fields: Any) -> dict[str, Any]:
         """Returns a whole answer whose tokens are `script`."""
-        self._engine.say(script)
+        self._engine.reply_with(script)
         body = {"model": "fake", "max_tokens": len(script), **fields}
         answer = await self.cluster.client.post(url, json=body)
         assert answer.status_code == 200, answer.text
@@ -74,7 +74,7 @@ class ScriptedServer:
 
     async def stream(self, script: list[int], **fields: Any) -> list[dict[str, Any]]:
         """Returns the choices of a stream's events."""
-        self._engine.say(script)
+        self._engine.reply_with(script)
         body = {"model": "fake", "max_tokens": len(script), "stream": True}
         url = "/v1/chat/completions" if "messages" in fields else URL
         answer = await self.cluster.client.post(url, json={**body, **fields})
@@ -94,7 +94,7 @@ def test_a_completion_continues_its_prompt(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = server.behind(prompt, answer)
+                ids, script = server.script_after(prompt, answer)
                 for sent in (prompt, ids):
                     whole = await server.post(URL, script, prompt=sent)
                     assert whole["choices"][0]["text"] == answer
@@ -109,7 +109,7 @@ def test_an_echo_is_the_unchanged_prompt(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = server.behind(prompt, answer)
+                ids, script = server.script_after(prompt, answer)
                 for sent in (prompt, ids):
                     shown = (
                         prompt
@@ -152,7 +152,7 @@ def test_offsets_point_at_the_tokens(name: str, echo: bool) -> None:
     async def run() -> None:
         async with running_server(name) as server:
             for prompt, answer in CASES:
-                ids, script = server.behind(prompt, answer)
+                ids, script = server.script_after(prompt, answer)
                 for sent in (prompt, ids):
                     fields = {"prompt": sent, "echo": echo, "logprobs": 1}
                     (choice,) = (await server.post(URL, script, **fields))["choices"]
@@ -194,7 +194,7 @@ def test_a_continued_message_keeps_its_space(name: str) -> None:
                 {"role": "user", "content": "How is the sky?"},
                 {"role": "assistant", "content": "The sky"},
             ]
-            _, script = server.behind("The sky", " is blue")
+            _, script = server.script_after("The sky", " is blue")
             fields = {"messages": reply, "continue_final_message": True}
             whole = await server.post("/v1/chat/completions", script, **fields)
             assert whole["choices"][0]["message"]["content"] == " is blue"
@@ -228,7 +228,7 @@ def test_a_text_begins_after_the_first_special_tokens(name: str) -> None:
 def test_a_stop_string_may_begin_with_the_first_space(name: str) -> None:
     async def run() -> None:
         async with running_server(name) as server:
-            _, script = server.behind("The sky", " is blue")
+            _, script = server.script_after("The sky", " is blue")
             for stop, text in ((" is", ""), (" blue", " is")):
                 for stream in (False, True):
                     fields = {"prompt": "The sky", "stop": stop}
@@ -250,7 +250,7 @@ def test_a_structured_answer_reaches_the_client_unchanged(name: str) -> None:
         async with running_server(name) as server:
             reply = [{"role": "user", "content": "How is the sky?"}]
             for regex, answer in ((" [a-z ]+", " is blue"), ("[a-z ]+", "is blue")):
-                _, script = server.behind("The sky", answer)
+                _, script = server.script_after("The sky", answer)
                 form = {"structured_outputs": {"regex": regex}}
                 whole = await server.post("/v1/chat/completions", script, messages=reply, **form)
                 assert whole["choices"][0]["message"]["content"] == answer
@@ -260,7 +260,7 @@ def test_a_structured_answer_reaches_the_client_unchanged(name: str) -> None:
                 whole = await server.post(URL, script, prompt="The sky", **form)
                 assert whole["choices"][0]["text"] == answer
             schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
-            script = server.behind("|", '{"a": 1}')[1]
+            script = server.script_after("|", '{"a": 1}')[1]
             for field in (
                 {"response_format": schema},
                 {"response_format": {"type": "json_object"}},
