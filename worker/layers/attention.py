@@ -10,8 +10,9 @@ from swell.kernels.cache import write_kv
 
 
 class Attention(nn.Module):
-    """Attends to all K and V of each row, including those of this step, which `forward` writes into
-    the cache. Before `attend`, `kernels/qkv.py` has written them.
+    """Attends to all K and V of each row, including those of this step, which are in the cache:
+    `kernels/qkv.py` or `write_and_attend` has written them. Each step calls the module once, so
+    that its hooks count progress.
 
     `worker/step/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that
     moving or saving the model does not affect them."""
@@ -51,15 +52,16 @@ class Attention(nn.Module):
         """The caches of K and V."""
         return self.k_cache, self.v_cache
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
+    def write_and_attend(self, q: Tensor, k: Tensor, v: Tensor, meta: AttentionMetadata) -> Tensor:
         """q [T, heads * head_dim], k and v [T, kv_heads * head_dim] -> [T, heads * head_dim]"""
         tokens = len(q)
         k = k.view(tokens, self.kv_heads, self.head_dim)
         v = v.view(tokens, self.kv_heads, self.head_dim)
         write_kv(k, v, self.k_cache, self.v_cache, meta.slot_mapping)
-        return self.attend(q.view(tokens, self.heads, self.head_dim), meta)
+        out: Tensor = self(q.view(tokens, self.heads, self.head_dim), meta)
+        return out
 
-    def attend(self, q: Tensor, meta: AttentionMetadata) -> Tensor:
+    def forward(self, q: Tensor, meta: AttentionMetadata) -> Tensor:
         """q [T, heads, head_dim] -> [T, heads * head_dim]"""
         out = paged_attention(
             q,

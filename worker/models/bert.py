@@ -79,7 +79,7 @@ class BertLayer(nn.Module):
     def forward(self, x: Tensor, meta: AttentionMetadata) -> Tensor:
         """x [T, hidden] -> [T, hidden]"""
         q, k, v = self.qkv(x).split(self.qkv.sizes, dim=-1)
-        x = self.attention_norm(self.out(self.attention(q, k, v, meta)), x)
+        x = self.attention_norm(self.out(self.attention.write_and_attend(q, k, v, meta)), x)
         return self.mlp_norm(self.mlp(x), x)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

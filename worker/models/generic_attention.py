@@ -108,7 +108,7 @@ class PagedAttentionHook:
         if width < layer.head_dim:  # values narrower than keys are padded in the cache
             v = F.pad(v, (0, layer.head_dim - width))
         q, k, v = (t[0].transpose(0, 1).reshape(tokens, -1) for t in (q, k, v))
-        out = layer(q, k, v, self.metadata).view(1, tokens, -1, layer.head_dim)
+        out = layer.write_and_attend(q, k, v, self.metadata).view(1, tokens, -1, layer.head_dim)
         return out[..., :width]
 
     def _trace(

@@ -77,7 +77,7 @@ class LlamaAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
         q = prepare(self.qkv(x), norms, self.eps, cos, sin, caches, meta.slot_mapping)
-        return self.out(_of(self.attention.attend(q, meta), hidden_indices))
+        return self.out(_of(self.attention(q, meta), hidden_indices))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""

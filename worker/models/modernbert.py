@@ -70,7 +70,7 @@ class ModernBertLayer(nn.Module):
         """x [T, hidden] -> [T, hidden]"""
         qkv, caches = self.qkv(self.attention_norm(x)), self.attention.caches
         q = prepare(qkv, None, 0.0, *angles, caches, meta.slot_mapping)
-        x = x + self.out(self.attention.attend(q, meta))
+        x = x + self.out(self.attention(q, meta))
         return x + self.down(gelu_and_mul(self.gate_up(self.mlp_norm(x))))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
