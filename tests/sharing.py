@@ -18,6 +18,7 @@ import pytest
 
 CLUSTERS = (
     "tests/e2e/",
+    "tests/engine/executor/test_gpu_placement.py",
     "tests/engine/executor/test_ray_executor.py",
     "tests/cluster/control/ray/test_ray_contract.py",
     "tests/cluster/control/ray/test_coordinator_on_ray.py",
