@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from swell.cluster.control.plan.control_state import TAKEN_OVER, ChangeStage, ScaleRefused
@@ -20,29 +21,44 @@ _GIVES_UP: dict[str, Callable[[dict[str, Any]], bool]] = {
 so."""
 
 
+@dataclass
+class _Requests:
+    """The requests that a manager has got since it last had none that was unanswered."""
+
+    before: dict[str, Any]
+    """The state of the manager at the beginning of the first one."""
+    num_unanswered: int = 0
+    are_refused: bool = True
+    """Whether all that were answered have been refused."""
+
+
 class RefusalWatch:
-    """Checks this law when a manager answers. Requests that overlap are not compared."""
+    """Checks this law when a manager has answered all requests that overlap, and all of them have
+    been refused."""
 
     def __init__(self, plane: ControlPlane, broken: Callable[[str], None]) -> None:
         self._plane, self._break = plane, broken
-        self._before: dict[SimManager, list[dict[str, Any] | None]] = {}
-        """The state of each manager at the beginning of each unanswered request; None: it overlaps
-        with another one."""
+        self._requests: dict[SimManager, _Requests] = {}
         plane.on_request.append(self._on_request)
         plane.on_answer.append(self._on_answer)
 
     def _on_request(self, manager: SimManager, kind: str) -> None:
-        running = self._before.setdefault(manager, [])
-        running.append(_state_of(manager))
-        if len(running) > 1:
-            running[:] = [None] * len(running)
+        if manager not in self._requests:
+            self._requests[manager] = _Requests(_state_of(manager))
+        self._requests[manager].num_unanswered += 1
 
     def _on_answer(self, manager: SimManager, kind: str, error: Exception | None) -> None:
-        before = self._before[manager].pop()
+        requests = self._requests[manager]
         is_refused = isinstance(error, ScaleRefused) and str(error) != TAKEN_OVER
-        if before is None or not is_refused:
+        requests.are_refused = requests.are_refused and is_refused
+        requests.num_unanswered -= 1
+        if requests.num_unanswered:
             return
-        after = _state_of(manager)
+        del self._requests[manager]
+        if requests.are_refused:
+            self._compare(kind, requests.before, _state_of(manager))
+
+    def _compare(self, kind: str, before: dict[str, Any], after: dict[str, Any]) -> None:
         for name in _REQUESTED:
             if name == "target" and self._plane.scenario.autoscaled:
                 continue
