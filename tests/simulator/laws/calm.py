@@ -85,6 +85,11 @@ class Calm:
         return was_stopped or self._faults.were_reset(one, other)
 
     @property
+    def calls_are_late(self) -> bool:
+        """Whether calls through Ray may be late, so that several of them overlap."""
+        return self._kernel.now < self._plane.ray.slow_until + _CALL_S
+
+    @property
     def manager_acts(self) -> bool:
         """Whether the manager leads, and reaches the coordinator and Ray."""
         plane = self._plane
@@ -93,7 +98,7 @@ class Calm:
             return False
         if plane.coordinator is None or not plane.ray.is_reachable(manager.process.host):
             return False
-        if self._kernel.now < plane.ray.slow_until + _CALL_S:
+        if self.calls_are_late:
             return False
         return self.reach(manager.process, plane.coordinators[-1][0])
 

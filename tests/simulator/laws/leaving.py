@@ -97,6 +97,8 @@ class LeavingWatch:
         record = manager.upgrader.record
         if record.stage is not UpgradeStage.SETTLED or manager.upgrader._needed:
             return None
+        if self._calm.calls_are_late:  # a request may come between a call and its execution
+            return None
         return manager, operator.num_begun, manager.target, record.wanted
 
     # ---------------------------------------------------------------- a drain ends in time
