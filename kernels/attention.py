@@ -2,7 +2,7 @@
 
     s[t, h, j] = scale * q[t, h] . K[j, h // group]           (group = heads / kv_heads)
     s          = softcap * tanh(s / softcap)                  if softcap > 0
-    out[t, h]  = sum_j softmax_j(s[t, h, :]) V[j, h // group]
+    out[t, h]  = sum_j exp(s[t, h, j]) V[j, h // group] / (sum_j exp(s[t, h, j]) + exp(sinks[h]))
 
 Token i of a row with n query tokens and c context tokens has the position p = c - n + i and attends
 to the positions j <= p + lookahead below c and, with a window w > 0, j > p - w:
@@ -49,16 +49,19 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     lookahead: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention over the cache, into which this step's K and V must have been written. It is
     causal, unless tokens attend to `lookahead` later positions.
 
     q [T, heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim]; returns a new
-    [T, heads, head_dim] of q's type. The softmax is computed in float32. `heads` is a multiple of
-    `kv_heads`. Rows may have zero query tokens. Tokens after the last row are padding (see
-    `swell.kernels.inputs`), and their results are undefined. Backends: reference, cpu (float32,
-    bfloat16; there the result of a token does not depend on its batch or chunk).
+    [T, heads, head_dim] of q's type; sinks [heads], scores without values, or None: without that
+    term of the sum. The softmax is computed in float32. `heads` is a multiple of `kv_heads`. Rows
+    may have zero query tokens. Tokens after the last row are padding (see `swell.kernels.inputs`),
+    and their results are undefined. Backends: reference, cpu (float32, bfloat16, without sinks;
+    there the result of a token does not depend on its batch or chunk), triton (heads of up to 256).
     """
     return backends.get("attention", q.device.type).paged_attention(
-        q, k_cache, v_cache, meta, scale=scale, window=window, softcap=softcap, lookahead=lookahead
-    )
+        q, k_cache, v_cache, meta,
+        scale=scale, window=window, softcap=softcap, lookahead=lookahead, sinks=sinks,
+    )  # fmt: skip

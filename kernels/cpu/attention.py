@@ -32,12 +32,14 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     lookahead: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
-    if q.dtype not in TYPES or k_cache.dtype != q.dtype or v_cache.dtype != q.dtype:
+    is_computed = q.dtype in TYPES and q.dtype == k_cache.dtype == v_cache.dtype
+    if not is_computed or sinks is not None:
         return reference.paged_attention(
             q, k_cache, v_cache, meta,
-            scale=scale, window=window, softcap=softcap, lookahead=lookahead,
+            scale=scale, window=window, softcap=softcap, lookahead=lookahead, sinks=sinks,
         )  # fmt: skip
     tokens, heads, head_dim = q.shape
     out = torch.empty((tokens, heads, head_dim), dtype=q.dtype)

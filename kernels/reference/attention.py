@@ -22,6 +22,8 @@ class _Scoring(NamedTuple):
     window: int
     softcap: float
     lookahead: int
+    # [heads]
+    sinks: Tensor | None
 
 
 def paged_attention(
@@ -34,6 +36,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     lookahead: int = 0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
@@ -45,7 +48,7 @@ def paged_attention(
     scores, kv = context * heads * queries, 3 * context * kv_heads * q.shape[2]
     per_row = max(scores, kv, meta.max_query_tokens * heads * q.shape[2])
     chunk = max(1, MAX_ELEMENTS // max(1, per_row))
-    scoring = _Scoring(scale, window, softcap, lookahead)
+    scoring = _Scoring(scale, window, softcap, lookahead, sinks)
     for first in range(0, rows if context and meta.max_query_tokens else 0, chunk):
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
@@ -103,6 +106,10 @@ def _attend_rows(
         if scoring.window > 0:
             seen &= key_index > part_position[:, :, None] - scoring.window
         scores = scores.masked_fill_(~seen[:, None, None], float("-inf"))
-        answer = torch.softmax(scores, dim=-1).flatten(2, 3) @ rows_v
+        if scoring.sinks is not None:  # one more score, without a value
+            sinks = scoring.sinks.float().view(kv_heads, group, 1, 1)
+            scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :context]
+        answer = weights.flatten(2, 3) @ rows_v
         parts.append(answer.unflatten(2, (group, -1)))
     return torch.cat(parts, dim=3).flatten(1, 2).transpose(1, 2)

@@ -24,7 +24,7 @@ ROOT = Path(backends.__file__).parent
 LEFT_BY_CPU = {"moe", "qkv"}
 """Operations that the backend cpu leaves to the reference."""
 LEFT_BY_TRITON = {
-    *("attention", "bitmask", "inputs", "linear", "logprobs", "lora", "moe", "penalties", "sample"),
+    *("bitmask", "inputs", "linear", "logprobs", "lora", "moe", "penalties", "sample"),
 }
 """Operations that the backend triton leaves to the reference."""
 

@@ -68,7 +68,14 @@ def backend(name: str):
     return load_backend(name, "attention").paged_attention
 
 
-def by_definition(case: Case, row: int, window: int, softcap: float, lookahead: int = 0) -> Tensor:
+def by_definition(
+    case: Case,
+    row: int,
+    window: int,
+    softcap: float,
+    lookahead: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Computes one row in float64, one query token at a time over exactly the positions that it
     attends to."""
     n, c = case.rows[row]
@@ -81,7 +88,9 @@ def by_definition(case: Case, row: int, window: int, softcap: float, lookahead: 
         scores = torch.einsum("hd,jhd->hj", q[i], k[seen]) * case.head_dim**-0.5
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        out[i] = torch.einsum("hj,jhd->hd", torch.softmax(scores, 1), v[seen])
+        terms = scores.exp()
+        total = terms.sum(1) if sinks is None else terms.sum(1) + sinks.double().exp()
+        out[i] = torch.einsum("hj,jhd->hd", terms / total[:, None], v[seen])
     return out
 
 
@@ -121,6 +130,16 @@ def test_lookahead(name, dtype, window, lookahead, head_dim):
     got = backend(name)(*case.paged(list(range(len(MIXED)))), **options)
     rows = [by_definition(case, r, window, 0.0, lookahead) for r in range(len(MIXED))]
     close(got, torch.cat(rows), dtype)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("window", [0, 9])
+def test_sinks(name, window):
+    case, sinks = Case(MIXED, 4, 2, 32), torch.tensor([-30.0, 0.0, 1.5, 6.0])
+    batch = case.paged(list(range(len(MIXED))))
+    got = backend(name)(*batch, scale=32**-0.5, window=window, sinks=sinks)
+    rows = [by_definition(case, r, window, 0.0, sinks=sinks) for r in range(len(MIXED))]
+    close(got, torch.cat(rows), torch.float32)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -21,7 +21,14 @@ from triton.runtime.jit import JITFunction
 
 from swell.kernels import triton as column
 from swell.kernels.backends import OPERATIONS
-from tests.kernels.triton import test_activation, test_cache, test_norm, test_qkv, test_rope
+from tests.kernels.triton import (
+    test_activation,
+    test_attention,
+    test_cache,
+    test_norm,
+    test_qkv,
+    test_rope,
+)
 from tests.kernels.triton.oracle import TYPES
 
 pytestmark = pytest.mark.slow
@@ -39,6 +46,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "activation": Budget(test_activation.launches, 0),
+    "attention": Budget(test_attention.launches, 100 << 10),
     "cache": Budget(test_cache.launches, 0),
     "norm": Budget(test_norm.launches, 128),
     "qkv": Budget(test_qkv.launches, 0),
