@@ -12,7 +12,7 @@ exp(s - m) V (Milakov and Gimelshein 2018, arXiv:1805.02867). With one split, ou
 with more, a second kernel merges the splits. A split without work has m = -inf.
 
 The grid depends on the numbers of tokens and rows only, so that it can be captured: row r has the
-query blocks query_start[r] // BLOCK_Q + r and following ones, and a few blocks have no tokens.
+query blocks query_start[r] // BLOCK_Q + r and following ones. A few blocks are empty.
 """
 
 from __future__ import annotations

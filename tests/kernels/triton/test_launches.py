@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 LAYERS = 28
 MOST = 330
 """The most launches of a step: ten for each layer (four products, two norms, `qkv.prepare`, two of
-attention, the activation), and 50 for inputs, head and sampler, which have no Triton kernels."""
+attention, the activation), and 50 of torch for inputs, head and sampler."""
 WITHOUT_LAUNCH = {
     *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand"),
     *("lift_fresh", "new_empty", "permute", "select", "slice", "split", "split_with_sizes"),
