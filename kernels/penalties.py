@@ -29,7 +29,8 @@ def apply_penalties(
 
     1 is Keskar et al. 2019, arXiv 1909.05858, with the sign rule of transformers'
     `RepetitionPenaltyLogitsProcessor`; 2 is OpenAI's ("Frequency and presence penalties" in
-    https://platform.openai.com/docs/api-reference). Backends: reference, cpu.
+    https://platform.openai.com/docs/api-reference). Backends: reference, cpu,
+    triton.
     """
     backends.get("penalties", logits.device.type).apply_penalties(
         logits, rows, slots, output_counts, seen, repetition, frequency, presence
@@ -39,6 +40,7 @@ def apply_penalties(
 def count_tokens(output_counts: Tensor, seen: Tensor, slots: Tensor, tokens: Tensor) -> None:
     """Counts tokens[i] in the output of slots[i], in the tables of `apply_penalties`.
 
-    slots, tokens [N] int64; a pair that occurs twice counts twice. Backends: reference, cpu.
+    slots, tokens [N] int64; a pair that occurs twice counts twice. Backends: reference, cpu,
+    triton.
     """
     backends.get("penalties", seen.device.type).count_tokens(output_counts, seen, slots, tokens)

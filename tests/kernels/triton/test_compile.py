@@ -24,8 +24,10 @@ from swell.kernels.backends import OPERATIONS
 from tests.kernels.triton import (
     test_activation,
     test_attention,
+    test_bitmask,
     test_cache,
     test_norm,
+    test_penalties,
     test_qkv,
     test_rope,
 )
@@ -47,8 +49,10 @@ class Budget(NamedTuple):
 BUDGETS = {
     "activation": Budget(test_activation.launches, 0),
     "attention": Budget(test_attention.launches, 100 << 10),
+    "bitmask": Budget(test_bitmask.launches, 0),
     "cache": Budget(test_cache.launches, 0),
     "norm": Budget(test_norm.launches, 128),
+    "penalties": Budget(test_penalties.launches, 4 << 10),
     "qkv": Budget(test_qkv.launches, 0),
     "rope": Budget(test_rope.launches, 0),
 }
