@@ -46,6 +46,11 @@ class Drain:
         """Handles of the leaving engines, in order of rank."""
         return [handle for _, handle in sorted(self._engines.items()) if handle.leaving]
 
+    @property
+    def unmarked(self) -> list[EngineHandle]:
+        """Handles of leaving engines that the coordinator may still list as active."""
+        return [each for each in self.leaving if not (each.is_marked or each.in_transition)]
+
     def hold(self, held: Mapping[int, bool]) -> None:
         """Sets the leaving engines that are the last ones of their version: rank -> whether
         unfinished responses need that version. Only `MAX_DRAIN_S` limits their drain, not the
@@ -97,13 +102,18 @@ class Drain:
             0.0 if handle.is_marked else max(0.0, deadline_s - handle.unmarked_since),
         )
 
+    async def mark(self) -> None:
+        """Mark the leaving engines. This runs concurrently with `run`, which waits while the group
+        changes: for long if an engine hangs. Meanwhile other engines may have to leave, too."""
+        while fresh := self.unmarked:
+            await self._mark(fresh)
+
     async def run(self) -> None:
-        """Drain until no engine is leaving: each one is detached when it has finished its requests,
-        or at its deadline. A paused engine cannot finish, and is detached at its deadline."""
+        """Drain until no engine is leaving: each marked one is detached when it has finished its
+        requests, or at its deadline. A paused engine cannot finish, and is detached at its
+        deadline."""
         while self.leaving:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
-            if fresh := [handle for handle in leaving if not handle.is_marked]:
-                await self._mark(fresh)
             now, marked = _now(), [handle for handle in leaving if handle.is_marked]
             if late := [handle for handle in marked if self._is_late(handle, now)]:
                 await self._detach(late, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
 from swell.cluster.control.engines.concurrent_tasks import TaskSet, in_batches
 from swell.cluster.control.engines.drain import Drain
@@ -30,6 +30,8 @@ OnDeath = Callable[[EngineHandle, float, str], None]
 """Called with the engine, the seconds that it served, and the reason why it died."""
 OnFailed = Callable[[EngineHandle, Exception], None]
 """Called with an engine that did not start, and the reason."""
+DrainStep = Callable[[], Awaitable[None]]
+"""`Drain.mark` or `Drain.run`."""
 
 
 class Fleet:
@@ -51,14 +53,14 @@ class Fleet:
         self.ending: dict[int, EngineHandle] = {}
         self.group_change_lock = asyncio.Lock()
         """Held while the group of engines changes: one change at a time."""
-        self._draining = False
-        """A task is draining the leaving engines."""
         self._config = config
         self._coordinator, self._placement = coordinator, placement
         self._on_death, self.on_change = on_death, on_change
         self._drain = Drain(
             config.load_report_s, coordinator, runtime, self.engines, self._detach, on_change
         )
+        self._drain_steps: set[DrainStep] = set()
+        """The steps of the drain that run now."""
         self._vacating: frozenset[int] = frozenset()
         self._is_reserved = False
         self._reloading: list[EngineHandle] = []
@@ -306,19 +308,21 @@ class Fleet:
         self.tasks.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
-        """Start to drain the leaving engines, unless a drain is running."""
-        if self._drain.leaving and not self._draining:
-            self._draining = True
-            self.tasks.spawn(self._drain_all())
+        """Start to mark and to drain the leaving engines, unless that is running."""
+        drain = self._drain
+        for engines, step in ((drain.unmarked, drain.mark), (drain.leaving, drain.run)):
+            if engines and step not in self._drain_steps:
+                self._drain_steps.add(step)
+                self.tasks.spawn(self._run_drain(step))
 
-    async def _drain_all(self) -> None:
+    async def _run_drain(self, step: DrainStep) -> None:
         try:
-            await self._drain.run()
+            await step()
         except Exception:
             await asyncio.sleep(_PAUSE_S)
             raise
         finally:
-            self._draining = False
+            self._drain_steps.remove(step)
             self.on_change()
 
     async def wait_idle(self, timeout_s: float) -> None:
