@@ -116,7 +116,7 @@ def make_gather(token_ids: Tensor, block_table: Tensor, block_tokens: int, out: 
     """Returns a `Gather` that fills `out` from the tables; all of these must keep their memory.
 
     token_ids [slots, length] int32, whose element p is the token at position p; block_table
-    [slots, max_blocks] int32. Backends: reference, cpu.
+    [slots, max_blocks] int32. Backends: reference, cpu, triton.
     """
     return backends.get("inputs", token_ids.device.type).make_gather(
         token_ids, block_table, block_tokens, out
@@ -127,38 +127,7 @@ def write_tokens(token_ids: Tensor, slots: Tensor, positions: Tensor, tokens: Te
     """Sets token_ids[slots[i], positions[i]] = tokens[i], except where slots[i] is -1 (padding).
 
     All [S] int64, and token_ids as in `make_gather`. Raises `IndexError` for an index outside of
-    the table, except in a replay, for which the `Gather` has checked it. Backends: reference, cpu.
+    the table, except on a GPU and in a replay, for which the `Gather` has checked it. Backends:
+    reference, cpu, triton.
     """
     backends.get("inputs", token_ids.device.type).write_tokens(token_ids, slots, positions, tokens)
-
-
-def check_room(tokens: int, rows: int, samples: int, out: Inputs) -> None:
-    """Raises `ValueError` if a step does not fit."""
-    for count, what, room in (
-        (tokens, "tokens", len(out.input_ids)),
-        (rows, "rows", len(out.context_tokens)),
-        (samples, "samples", out.samples.shape[1]),
-    ):
-        if count > room:
-            raise ValueError(
-                f"a step has {count} {what}, but there is room for {room}: the scheduler has lost "
-                "count"
-            )
-
-
-def check_bucket(sizes: Sizes, bucket: Bucket) -> None:
-    """Raises `ValueError` if a step does not fit into its bucket."""
-    for name, room in bucket._asdict().items():
-        if getattr(sizes, name) > room:
-            raise ValueError(
-                f"a step has {name}={getattr(sizes, name)}, but its bucket has only {room}"
-            )
-
-
-def outside(row: int, slot: int, start: int, token_ids: Tensor) -> IndexError:
-    """Returns the error for a row that is outside of the tables."""
-    slots, length = token_ids.shape
-    return IndexError(
-        f"row {row} of the step: slot {slot} from position {start} is outside the tables of "
-        f"{slots} slots with {length} tokens each"
-    )
