@@ -80,9 +80,9 @@ def serve(args: argparse.Namespace) -> int:
     ):
         take_signals()  # Ray has set its own signal handlers
         started = processes
-        if claim is not None:
-            _share_with_ingresses(claim)
-        if not stop.is_set():
+        if not stop.is_set():  # otherwise Ray may not run, and a call would start another one
+            if claim is not None:
+                _share_with_ingresses(claim)
             _serve_until(stop, config, args.address, screen, processes, download)
         ended_before_us = processes.has_lost_one()
     if ended_before_us or started.is_client_left:

@@ -3,10 +3,11 @@ Ray."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from ray import serve
@@ -23,6 +24,7 @@ from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
 from swell.cluster.cli.start.waiting_reason import STARTING
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
+from tests.support.paths import NANO
 
 HOST = "10.1.2.3"
 NO_ROOM = (
@@ -217,3 +219,27 @@ def test_the_hosts_of_a_ray_cluster_are_checked_before_the_application_is_deploy
             threading.Event(), load("owner/name"), HOST, screen, RayProcesses(), Download()
         )
     assert shown == ["checking all hosts of the Ray cluster"]
+
+
+def test_a_signal_while_ray_starts_ends_without_a_call_of_ray(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray has not started then, and any call of it would start another one."""
+
+    @contextlib.contextmanager
+    def interrupted(*args: Any) -> Iterator[RayProcesses]:
+        (stop,) = (each for each in args if isinstance(each, threading.Event))
+        stop.set()
+        yield RayProcesses()
+
+    def call_ray(*_: object) -> None:
+        raise AssertionError("called Ray")
+
+    monkeypatch.setattr(launch, "_ray", interrupted)
+    monkeypatch.setattr(launch, "_on_signals", lambda _handler: None)
+    for name in ("_share_with_ingresses", "_serve_until"):
+        monkeypatch.setattr(launch, name, call_ray)
+    args = SimpleNamespace(
+        host=None, port=None, config=str(NANO), set=[("serve.port", 0)], address=None
+    )
+    assert launch.serve(cast("Any", args)) == 0
