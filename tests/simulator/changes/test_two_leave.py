@@ -11,7 +11,7 @@ _SCALE_AT_S, _AGAIN_AT_S, _LOOK_AT_S = 4.0, 5.0, 6.0
 
 
 def test_an_engine_is_marked_before_the_group_has_changed() -> None:
-    """Its drain time begins, and it gets no more requests."""
+    """The drain time of engine 1 begins, and it gets no more requests."""
     requests = tuple(Request(3.4 + i / 8, 0, (1, 2, 3), 200, i) for i in range(2))
     operations = (Operation(_SCALE_AT_S, "scale", 2), Operation(_AGAIN_AT_S, "scale", 1))
     run = Run(Scenario(0, 3, 1, True, requests, (), operations))
