@@ -52,6 +52,7 @@ def core():
         logging_level=logging.ERROR,
     )
     bundles = placement_group([{"CPU": 0.02}], strategy="PACK")
+    ray.get(bundles.ready(), timeout=240)  # until then its bundle is on no host
     config = load(
         str(NANO),
         {

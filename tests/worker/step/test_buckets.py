@@ -38,7 +38,7 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it(max_rows, max_tokens, dra
     buckets = Buckets(max_rows, max_tokens, draft_tokens)
     rows = data.draw(st.integers(0, max_rows))
     most = data.draw(st.integers(min(rows, 1), 4))
-    tokens = rows if most == 1 else data.draw(st.integers(rows, max(rows, max_tokens)))
+    tokens = rows if most <= 1 else data.draw(st.integers(rows, max(rows, max_tokens)))
     samples = data.draw(st.integers(0, min(tokens, rows + draft_tokens)))
     sizes = Bucket(tokens, rows, samples, min(most, tokens))
     found = buckets.find(*sizes)

@@ -8,7 +8,13 @@ import pytest
 
 from swell.cluster.control.engines.engine_handle import NoRoom, StartFailed
 from swell.coordinator.wire import ClusterView, EngineReport
-from tests.cluster.control.engines.test_placement import VERSION, FakeCoordinator, Table, made, says
+from tests.cluster.control.engines.test_placement import (
+    VERSION,
+    FakeCoordinator,
+    Table,
+    made,
+    ready_answer,
+)
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, run
 
 # -------------------------------------------------------------------------------- one engine
@@ -26,7 +32,7 @@ def test_an_engine_waits_for_room_where_hosts_may_join(enabled: bool) -> None:
         def note() -> None:
             reasons.append(handle.waits_for_room)
 
-        table.created = says(0, 1)
+        table.created = ready_answer(0, 1)
         if not enabled:
             with pytest.raises(StartFailed, match="no room for engine 0"):
                 await ours.start(handle, note)
@@ -46,7 +52,7 @@ def test_an_engine_for_unfinished_answers_waits_for_the_room_of_another_one() ->
     async def scenario() -> None:
         table = Table()
         ours = made(FakeCoordinator(), table, **{"cluster.start_timeout_s": 0.2})
-        table.has_room, table.room_after, table.created = False, 3, says(0, 1)
+        table.has_room, table.room_after, table.created = False, 3, ready_answer(0, 1)
         handle, late = ours.plan(0, VERSION), ours.plan(1, VERSION)
         handle.for_answers = late.for_answers = True
         reasons: list[str | None] = []

@@ -20,7 +20,7 @@ from tests.cluster.control.engines.test_placement import (
     FakeCoordinator,
     ignore,
     made,
-    says,
+    ready_answer,
 )
 from tests.cluster.control.fake_manager import (
     START_S,
@@ -92,7 +92,7 @@ def test_killing_an_engine_is_retried_with_growing_delays() -> None:
         ours = made(FakeCoordinator(), ray)
         collecting = asyncio.create_task(ours.orphans.collect_forever())
         handle = ours.plan(3, VERSION)
-        ray.created = says(3, 1)
+        ray.created = ready_answer(3, 1)
         await ours.start(handle, ignore)
         ray.away = True
         await ours.kill(handle)
@@ -115,7 +115,7 @@ def test_any_error_of_ray_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
         ray = AwayRay()
         ours = made(FakeCoordinator(), ray)
         collecting = asyncio.create_task(ours.orphans.collect_forever())
-        ray.actors["an engine of nobody"] = says(3, 1)
+        ray.actors["an engine of nobody"] = ready_answer(3, 1)
 
         async def fail(namespace: str) -> list[str]:
             raise RuntimeError("Ray is not well")
@@ -138,7 +138,7 @@ def test_a_cancelled_start_forgets_no_orphan() -> None:
 
     async def scenario() -> None:
         ray = AwayRay()
-        ray.actors["an engine of nobody"], ray.away = says(3, 1), True
+        ray.actors["an engine of nobody"], ray.away = ready_answer(3, 1), True
         orphans = OrphanCollector(ray, "swell", list, _always, 1000.0)
         orphans.suspect("one is left")
         for _ in range(4):
@@ -248,7 +248,7 @@ def test_the_collector_finds_actors_that_appear_later() -> None:
         orphans = OrphanCollector(ray, "swell", list, may_end, 30.0)
         forever = asyncio.create_task(orphans.collect_forever())
         await asyncio.sleep(1.0)
-        ray.actors["late"] = says(3, 1)
+        ray.actors["late"] = ready_answer(3, 1)
         leads[0] = False
         await asyncio.sleep(60.0)
         assert "late" in ray.actors, "another manager leads, and it may be that one's"
