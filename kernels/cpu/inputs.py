@@ -56,6 +56,8 @@ class _Gather:
         rows = len(out.context_tokens)
         self._columns = np.zeros((4, rows), dtype=np.int64)
         self._references = (token_ids, block_table, out)
+        self._bucket: Bucket | None = None
+        """The sizes to which the last step was padded, which are in `_arguments`."""
         self._arguments = _Arguments(
             self._columns.ctypes.data, token_ids.data_ptr(), block_table.data_ptr(),
             *token_ids.shape, block_table.shape[1], block_tokens,
@@ -75,9 +77,11 @@ class _Gather:
     ) -> Sizes:
         rows, found, out = len(slots), self._arguments, self._references[2]
         check_room(0, rows, 0, out)
-        padded = bucket or _UNPADDED
-        check_room(padded.tokens, padded.rows, padded.samples, out)
-        found.pad_to(padded)
+        if bucket != self._bucket:
+            padded = bucket or _UNPADDED
+            check_room(padded.tokens, padded.rows, padded.samples, out)
+            found.pad_to(padded)
+            self._bucket = bucket
         self._columns[:, :rows] = (slots, starts, counts, samples)
         done = _gather(self._address, rows)
         check_room(found.tokens, rows, found.samples_count, out)
