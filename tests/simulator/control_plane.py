@@ -280,7 +280,7 @@ class Observers:
         self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
         """Called with each message from an ingress to an engine."""
         self.on_replace: list[Callable[[EngineServer, list[bytes]], None]] = []
-        """Called when an engine has been told which connections others have replaced."""
+        """Called when an engine learns that connections were replaced: with these connections."""
         self.on_request: list[Callable[[SimManager, str], None]] = []
         """Called when a manager gets a request of an operator, with its kind."""
         self.on_answer: list[Callable[[SimManager, str, Exception | None], None]] = []

@@ -101,7 +101,8 @@ def compiler(survey: Survey) -> list[Finding]:
 
 
 def _major(compiler: str | None) -> int:
-    """Returns the major version; 0: there is no compiler. An unknown version counts as new."""
+    """Returns the major version of the compiler, or 0 without one. A compiler whose version is
+    unknown counts as new."""
     if compiler is None:
         return 0
     number = compiler.rpartition(" ")[2].partition(".")[0]
