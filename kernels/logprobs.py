@@ -61,7 +61,8 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
         logprob(t) = logit(t) - log(sum(exp(logits)))        rank(t) = 1 + number of larger logits
 
     The order of equal logits depends on the backend. If one of a row's logits is NaN or +inf, or
-    all are -inf, all its log probabilities are NaN. Backends: reference, cpu.
+    all are -inf, all its log probabilities are NaN. Backends: reference, cpu,
+    triton (up to 32 most likely tokens).
     """
     backend = backends.get("logprobs", logits.device.type)
     ranked: LogprobsTensors = backend.rank_tokens(logits, token_ids, top)
