@@ -31,7 +31,18 @@ _EXIT_GRACE_S = 10.0
 """For how long the actor of a failed engine still answers `ended`; then its process exits."""
 
 
-@ray.remote(num_cpus=0, max_concurrency=4, max_restarts=0)
+_LOADING, _WATCHING = "loading", "watching"
+"""Concurrency groups of the calls that wait for long. Ray does not cancel the calls of a manager
+that has terminated, so several of them may wait at once. They must not occupy the threads of the
+calls that every manager expects to be answered soon, or it takes the engine for a hanging one."""
+
+
+@ray.remote(
+    num_cpus=0,
+    max_concurrency=4,
+    max_restarts=0,
+    concurrency_groups={_LOADING: 4, _WATCHING: 4},
+)
 class EngineActor:
     """One engine. `start` loads the model, starts to serve and returns `EngineReady`; `ended` waits
     until the engine has stopped."""
@@ -57,6 +68,7 @@ class EngineActor:
         """Set when the serving engine has stopped, or gets other weights; replaced for the next
         one."""
 
+    @ray.method(concurrency_group=_LOADING)  # type: ignore[untyped-decorator]
     def start(self, placement_group: Any, config: Config, version: str) -> EngineReady:
         """Loads the model and opens the channel. Raises the exception of a worker or of the
         configuration.
@@ -176,6 +188,7 @@ class EngineActor:
         """Returns what the engine is loading, for people who wait for it."""
         return self._status
 
+    @ray.method(concurrency_group=_WATCHING)  # type: ignore[untyped-decorator]
     def ended(self, timeout_s: float) -> str | None:
         """Returns why the engine has stopped. Returns None if it has not stopped after `timeout_s`,
         or as soon as it gets other weights, because then it is another engine."""

@@ -220,7 +220,7 @@ class SimEngine:
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
         self._stopping = False
-        self._ended = asyncio.Event()
+        self._ended, self._served = asyncio.Event(), asyncio.Event()
         self.executor = SimExecutor(
             process,
             plane.scenario.step_s,
@@ -286,8 +286,9 @@ class SimEngine:
             version=self.current_version,
         )
         self._observe_messages(self.server)
+        self._served = asyncio.Event()
         self._task = self.process.loop.create_task(self.server.serve(), name="engine")
-        self._task.add_done_callback(partial(self._on_end, self.server))
+        self._task.add_done_callback(partial(self._on_end, self.server, self._served))
 
     def _observe_messages(self, server: EngineServer) -> None:
         handle = server._on_message
@@ -300,9 +301,12 @@ class SimEngine:
 
         server._on_message = observed_message  # type: ignore[method-assign]
 
-    def _on_end(self, server: EngineServer, task: asyncio.Task[None]) -> None:
+    def _on_end(
+        self, server: EngineServer, served: asyncio.Event, task: asyncio.Task[None]
+    ) -> None:
         if not server.keeps_core:
             self._ended.set()
+        served.set()
         if not task.cancelled() and task.exception() is not None:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
 
@@ -341,10 +345,10 @@ class SimEngine:
     async def ended(self, timeout_s: float) -> str | None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
+                await self._served.wait()
         except TimeoutError:
             return None
-        return "it was stopped"
+        return "it was stopped" if self._ended.is_set() else None
 
     async def stop(self) -> None:
         if self.server is not None:

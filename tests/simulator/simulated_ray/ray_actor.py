@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,27 @@ _CUT_RETRY_S = 0.1
 Make = Callable[[Process, bool], Any]
 """Creates the object in its process. The flag is True if the actor was restarted."""
 
+_DEFAULT = ""
+"""The concurrency group of the other methods."""
+
+
+@dataclass(frozen=True)
+class Concurrency:
+    """How many calls an actor executes at the same time: the options of Ray's actors."""
+
+    max_concurrency: int
+    """The limit of all methods without a concurrency group together."""
+    limits: Mapping[str, int]
+    """The limit of each concurrency group."""
+    groups: Mapping[str, str]
+    """The concurrency group of a method, by its name."""
+
+    def group_of(self, method: str) -> str:
+        return self.groups.get(method, _DEFAULT)
+
+    def limit_of(self, group: str) -> int:
+        return self.limits.get(group, self.max_concurrency)
+
 
 @dataclass(eq=False)
 class _Call:
@@ -40,8 +61,7 @@ class _Call:
 
 
 class SimActor:
-    """An actor. `group`: the placement group; None: on `host`. `concurrency`: maximum number of
-    concurrent calls."""
+    """An actor. `group`: the placement group; None: on `host`."""
 
     def __init__(
         self,
@@ -51,7 +71,7 @@ class SimActor:
         make: Make,
         *,
         host: str,
-        concurrency: int,
+        concurrency: Concurrency,
         group: SimPlacementGroup | None = None,
         restarts: bool = False,
     ) -> None:
@@ -63,8 +83,9 @@ class SimActor:
         self._impl: Any = None
         self._life = 0
         self._calls: dict[_Call, None] = {}
-        self._running = 0
-        self._waiting: deque[_Call] = deque()
+        self._running: Counter[str] = Counter()
+        """The number of calls that run, by concurrency group."""
+        self._waiting: defaultdict[str, deque[_Call]] = defaultdict(deque)
         self._arrives_at: dict[Process, float] = {}
         """When the latest delayed call of each caller arrives."""
         if group is not None:
@@ -99,7 +120,7 @@ class SimActor:
         assert self.process is not None
         again = self._life > 1
         self._impl = self._make(self.process, again)
-        self._running = 0
+        self._running.clear()
         self._waiting.clear()
         self._calls = {call: None for call in self._calls if call.caller.alive}
         for call in self._calls:
@@ -191,11 +212,12 @@ class SimActor:
         """Runs a call. Runs in the actor's process."""
         if life != self._life or call.life == life or call not in self._calls:
             return
-        if self._running >= self._concurrency:
-            self._waiting.append(call)
+        group = self._concurrency.group_of(call.method)
+        if self._running[group] >= self._concurrency.limit_of(group):
+            self._waiting[group].append(call)
             return
         assert self.process is not None
-        self._running += 1
+        self._running[group] += 1
         call.life = life
         self.process.loop.create_task(self._run(call, life), name=call.method)
 
@@ -210,11 +232,12 @@ class SimActor:
             failed = ActorRaised(error)
         if life != self._life:
             return
-        self._running -= 1
+        group = self._concurrency.group_of(call.method)
+        self._running[group] -= 1
         way_s = self._cluster.way_s()
         self._after_way(call, way_s, lambda call: self._settle(call, result, failed))
-        if self._waiting:
-            self._execute(self._waiting.popleft(), life)
+        if waiting := self._waiting[group]:
+            self._execute(waiting.popleft(), life)
 
     def _settle(self, call: _Call, result: Any, error: Exception | None) -> None:
         if call not in self._calls:

@@ -17,12 +17,18 @@ from swell.coordinator.transport.channel import ChannelKeys
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from tests.simulator.kernel.process import Process
 from tests.simulator.simulated_ray.ray import SimPlacementGroup, SimRayCluster
-from tests.simulator.simulated_ray.ray_actor import SimActor
+from tests.simulator.simulated_ray.ray_actor import Concurrency, SimActor
 
 T = TypeVar("T")
 
-_ENGINE_CALLS, _COORDINATOR_CALLS = 4, 16
-"""Values of `max_concurrency` of the actors."""
+ENGINE_CALLS = Concurrency(
+    4, {"loading": 4, "watching": 4}, {"start": "loading", "ended": "watching"}
+)
+"""The options of `EngineActor`."""
+COORDINATOR_CALLS = Concurrency(
+    16, {"discovery": 4}, {"probe": "discovery", "contact": "discovery"}
+)
+"""The options of `Coordinator`."""
 _KEY_BYTES = 8
 
 
@@ -144,7 +150,7 @@ class SimRay:
         def make(process: Process, again: bool) -> Any:
             return self._cluster.make_engine(process, again, config, rank, coordinator, version)
 
-        return await self._create(name, namespace, make, concurrency=_ENGINE_CALLS, group=group)
+        return await self._create(name, namespace, make, concurrency=ENGINE_CALLS, group=group)
 
     async def get_or_create_coordinator(
         self,
@@ -160,7 +166,7 @@ class SimRay:
             return self._cluster.make_coordinator(process, again, *arguments)
 
         return await self._create(
-            name, namespace, make, concurrency=_COORDINATOR_CALLS, restarts=True
+            name, namespace, make, concurrency=COORDINATOR_CALLS, restarts=True
         )
 
     async def _create(
@@ -169,7 +175,7 @@ class SimRay:
         namespace: str,
         make: Callable[[Process, bool], Any],
         *,
-        concurrency: int,
+        concurrency: Concurrency,
         group: SimPlacementGroup | None = None,
         restarts: bool = False,
     ) -> SimActor:

@@ -87,3 +87,6 @@ class Probe:
         self._notes.append(text)
         await asyncio.sleep(0.0 if known else wait_s)
         return self._pid
+
+    async def ended(self, timeout_s: float) -> None:
+        await asyncio.sleep(timeout_s)

@@ -30,6 +30,7 @@ class World(Protocol):
     - `pid()` returns the process id, and `arguments()` the constructor's arguments.
     - `fail(text)` raises `LookupError(text)`.
     - `note(text, wait_s)` records a text that outlives the actor, waits, and returns the pid.
+    - `ended(timeout_s)` waits, in the concurrency group of our engines' method of this name.
     """
 
     ray: RayPort

@@ -43,10 +43,11 @@ class RealRay:
             log_to_driver=False,
             logging_level=logging.CRITICAL,
         )
-        probe = _probe_class(str(self._notes))
         self.ray = RayCluster()
-        self.ray.engine_class = ray.remote(**EngineActor._default_options)(probe)
-        self.ray.coordinator_class = ray.remote(**Coordinator._default_options)(probe)
+        self.ray.engine_class, self.ray.coordinator_class = (
+            ray.remote(**actor._default_options)(_probe_class(str(self._notes), groups_of(actor)))
+            for actor in (EngineActor, Coordinator)
+        )
 
     def add_host(self) -> str:
         self._other_host = subprocess.Popen(
@@ -98,7 +99,12 @@ class RealRay:
         return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
-def _probe_class(notes: str) -> type:
+def groups_of(actor: Any) -> dict[str, str]:
+    """Returns the concurrency group of each method that has one, by the method's name."""
+    return dict(actor.__ray_metadata__.method_meta.concurrency_group_for_methods)
+
+
+def _probe_class(notes: str, groups: dict[str, str]) -> type:
     class Probe:
         def __init__(self, *arguments: object) -> None:
             self._arguments = arguments
@@ -119,4 +125,9 @@ def _probe_class(notes: str) -> type:
             time.sleep(0.0 if known else wait_s)
             return os.getpid()
 
+        def ended(self, timeout_s: float) -> None:
+            time.sleep(timeout_s)
+
+    for method in groups.keys() & vars(Probe).keys():
+        ray.method(concurrency_group=groups[method])(getattr(Probe, method))
     return Probe

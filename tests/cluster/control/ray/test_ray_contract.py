@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from swell.cluster.control.ray.actor_errors import ActorDied, ActorError, ActorRaised
+from swell.coordinator.coordinator import Coordinator
+from swell.engine.serving.actor import EngineActor
 from tests.cluster.control.ray.contract_cluster import (
     CONTACT,
     OTHER_HOST,
@@ -16,7 +18,9 @@ from tests.cluster.control.ray.contract_cluster import (
     Cluster,
     World,
 )
-from tests.cluster.control.ray.real_ray import RealRay
+from tests.cluster.control.ray.real_ray import RealRay, groups_of
+from tests.simulator.simulated_ray.ray_actor import Concurrency
+from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, ENGINE_CALLS
 from tests.simulator.simulated_ray.ray_world import SimRayWorld
 
 WORLDS: dict[str, Callable[[], World]] = {"real": RealRay, "simulated": SimRayWorld}
@@ -109,6 +113,34 @@ def test_a_call_is_sent_without_an_await_and_survives_a_cancelled_wait(run) -> N
         await _noted(cluster, "cancelled")
 
     run(scenario)
+
+
+def test_calls_that_wait_for_the_end_of_an_engine_do_not_block_others(run) -> None:
+    """Ray does not cancel the calls of managers that have terminated."""
+
+    async def scenario(cluster: Cluster) -> None:
+        engine = await cluster.engine("engine")
+        waiting = [
+            asyncio.ensure_future(cluster.ray.call(engine, "ended", 2 * PATIENCE_S))
+            for _ in range(40)
+        ]
+        assert await asyncio.wait_for(cluster.ray.call(engine, "pid"), PATIENCE_S)
+        assert not any(call.done() for call in waiting)
+        await cluster.ray.kill(engine)
+        for answer in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(answer, ActorDied)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("actor", "simulated"), [(EngineActor, ENGINE_CALLS), (Coordinator, COORDINATOR_CALLS)]
+)
+def test_simulated_actors_execute_as_many_calls_as_ours(actor, simulated) -> None:
+    options = actor._default_options
+    assert simulated == Concurrency(
+        options["max_concurrency"], options["concurrency_groups"], groups_of(actor)
+    )
 
 
 def test_an_engine_that_dies_stays_dead_and_leaves_its_group(run) -> None:
