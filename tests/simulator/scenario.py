@@ -25,7 +25,7 @@ _LONG_S = 10.0
 
 
 _CAMPAIGN_SHARE = 0.7
-"""The share of scenarios that are campaigns: see `campaigns.py`."""
+"""The share of scenarios that are campaigns: see `draws/campaigns.py`."""
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,8 @@ def draw(
     )
     campaign = Random(f"campaign:{seed}")
     if campaigns and campaign.random() < _CAMPAIGN_SHARE:
-        from tests.simulator.campaigns import draw_campaign  # campaigns.py imports this module
+        # The module imports this one.
+        from tests.simulator.draws.campaigns import draw_campaign
 
         return draw_campaign(campaign, scenario, kinds)
     tight = Random(f"tight:{seed}")

@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -259,6 +260,18 @@ def _changes(node: Any, in_list: bool) -> Iterator[Change]:
             new = copy.copy(node)
             new.func = ast.Name(_OTHER_NAMES[name], ast.Load())
             yield new, f"{text} -> {ast.unparse(new)}"
+        case ast.Call(args=[_, _, *_] as given):
+            for index, (first, second) in enumerate(pairwise(given)):
+                if ast.dump(first) != ast.dump(second):
+                    new = copy.copy(node)
+                    new.args = [*given[:index], second, first, *given[index + 2 :]]
+                    yield new, f"{text} -> {ast.unparse(new)}"
+        case ast.Tuple(elts=[_, _, *_] as parts, ctx=ast.Load()):
+            for index in range(len(parts)):
+                new = ast.Tuple([*parts[:index], *parts[index + 1 :]], ast.Load())
+                yield new, f"{text} -> {ast.unparse(new)}"
+        case ast.Continue():
+            yield ast.Pass(), "without continue"
         case ast.keyword(arg=str(name)) if in_list:
             yield None, f"without {name}={ast.unparse(node.value)}"
         case ast.Expr(value=value):

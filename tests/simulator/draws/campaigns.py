@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
+from tests.simulator.draws.kinds import CHANGES, OF_KIND, Mix
+from tests.simulator.draws.moments import draw_moment
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
-from tests.simulator.moments import CHANGES, OF_KIND, Mix, draw_moment
 from tests.simulator.scenario import (
     FAST_STEP_S,
     IMPATIENT_S,

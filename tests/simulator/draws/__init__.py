@@ -1,0 +1,1 @@
+"""Random campaigns: what goes wrong at which moment."""
