@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from fnmatch import fnmatch
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -22,9 +23,8 @@ from swell.configs.runtime.secret import (
 from tests.support.secret_texts import (
     SECRET_TYPES,
     Holder,
-    annotated,
+    annotated_nodes,
     holders,
-    nodes,
     sample_dataclass,
     sample_struct,
     shows,
@@ -55,16 +55,21 @@ NO_SECRETS: dict[tuple[str, str], str] = {
 }
 
 
+@cache
+def annotations() -> dict[str, list[tuple[str, str]]]:
+    """Returns name and type of all fields and parameters of each file."""
+    return {file: [part for _, parts in annotated_nodes(file) for part in parts] for file in FILES}
+
+
 def named_as_secrets() -> list[tuple[str, str, str]]:
     """Returns (file, name, type) of fields and parameters that are named like secrets."""
     found = []
     for file in FILES:
-        for node in nodes(file):
-            for name, kind in annotated(node):
-                is_text = re.search(r"\b(str|bytes)\b", kind) is not None
-                is_bytes = re.search(r"\bbytes\b", kind) is not None
-                if (is_text and NAMED.search(name)) or (is_bytes and NAMED_BYTES.search(name)):
-                    found.append((file, name, kind))
+        for name, kind in annotations()[file]:
+            is_text = re.search(r"\b(str|bytes)\b", kind) is not None
+            is_bytes = re.search(r"\bbytes\b", kind) is not None
+            if (is_text and NAMED.search(name)) or (is_bytes and NAMED_BYTES.search(name)):
+                found.append((file, name, kind))
     return found
 
 
@@ -115,7 +120,7 @@ def test_structs_with_secrets_are_checked() -> None:
     """Structs are found by their runtime types, which shows that SECRET_TYPES is complete."""
     known = {one.name for one in holders()}
     for file in FILES:
-        source = " ".join(kind for node in nodes(file) for _, kind in annotated(node))
+        source = " ".join(kind for _, kind in annotations()[file])
         assert set(re.findall(r"\w*(?:Secret(?:Bytes|Text)|TableKey)\b", source)) <= (SECRET_TYPES)
     aliases = {
         name

@@ -61,29 +61,40 @@ def annotated(node: ast.AST) -> Iterator[tuple[str, str]]:
                     yield one.arg, ast.unparse(one.annotation)
 
 
+def annotated_nodes(file: str) -> Iterator[tuple[ast.AST, list[tuple[str, str]]]]:
+    """Yields each class and function of a file with its annotated names."""
+    for node in ast.walk(ast.parse(_source(file), file)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node, [*annotated(node)]
+
+
+def _source(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
 @cache
-def nodes(file: str) -> list[ast.AST]:
-    return list(ast.walk(ast.parse((ROOT / file).read_text(), file)))
-
-
-def _classes() -> Iterator[Holder]:
-    for file in FILES:
-        for node in nodes(file):
-            if isinstance(node, ast.ClassDef):
-                parts = [*annotated(node)]
-                for inner in node.body:
-                    if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-                        parts += annotated(inner)
-                words = frozenset(word for _, kind in parts for word in _WORD.findall(kind))
-                yield Holder(file, node.name, words)
+def _classes(file: str) -> list[Holder]:
+    """Returns the classes of a file with the words in their types."""
+    classes = []
+    for node, parts in annotated_nodes(file):
+        if isinstance(node, ast.ClassDef):
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    parts += annotated(inner)
+            words = frozenset(word for _, kind in parts for word in _WORD.findall(kind))
+            classes.append(Holder(file, node.name, words))
+    return classes
 
 
 @cache
 def holders() -> list[Holder]:
-    """Returns all holders. Repeats the search until no class is added."""
-    classes, names = [*_classes()], set(SECRET_TYPES)
+    """Returns all holders. Repeats the search until no class is added. Parses only files that
+    contain the name of a holder, because parsing all of them takes seconds of each test process."""
+    sources, names = {file: _source(file) for file in FILES}, set(SECRET_TYPES)
     while True:
-        found = [one for one in classes if one.types & names]
+        named = re.compile(rf"\b(?:{'|'.join(names)})\b")
+        files = [file for file, source in sources.items() if named.search(source)]
+        found = [one for file in files for one in _classes(file) if one.types & names]
         if names.issuperset(one.name for one in found):
             return found
         names.update(one.name for one in found)
