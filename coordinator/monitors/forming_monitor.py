@@ -9,7 +9,9 @@ follows:
    It is removed.
 2. Engines report which peers they did not reach. If a newcomer is in such a pair, its join is
    cancelled; of two newcomers, that of the one with more unreached pairs. If only the newcomer
-   itself reports this, its peers may hang: then all engines are probed first.
+   itself reports this, its peers may hang: then all engines are probed first. They are also probed
+   if other newcomers than these have not followed: a peer may name a newcomer for which it waited
+   only because another one hangs.
 3. All engines are also probed if no engine reports an unreached peer: the group is formed again.
    A newcomer that does not follow the probe within a quarter of the limit hangs, and its join is
    cancelled. An engine that served before hangs if it does not follow within half of the limit,
@@ -148,7 +150,9 @@ class FormingMonitor:
             return self._judge_probe(attempt, waves, late, absent, at)
         pairs = _unreached_pairs(absent)
         unreached = cover(pairs, late)
-        if unreached and unreached <= _named_by_others(absent):
+        hanging = self._behind(late, waves.epoch)
+        is_named = unreached <= _named_by_others(absent)
+        if unreached and is_named and hanging in (frozenset(), unreached):
             return _without(Remedy.CALL_OFF, unreached, pairs, waited_s)
         attempt.probed_at, attempt.probe_epoch = at, waves.epoch + 1
         self._attempt = attempt

@@ -113,6 +113,26 @@ def test_only_the_hanging_newcomer_is_removed(cluster) -> None:
     assert cluster.machine.roster.ranks == [0, 1, 3] and list(cluster.machine.called_off) == [2]
 
 
+@pytest.mark.parametrize("absent", [[2, 3], [3]])
+def test_a_newcomer_that_follows_is_not_blamed_for_one_that_hangs(cluster, absent) -> None:
+    """The serving engines waited for newcomers when they were aborted. Then one newcomer follows,
+    and the other one hangs."""
+    cluster.join(range(2, 4))
+    hung_at = cluster.epoch
+    cluster.run(TICK_S, lambda _: hung_at, lambda _: 0)
+    for rank in (0, 1):
+        message = Broken(rank, 7, hung_at, "aborted", absent=absent)
+        cluster.machine.on_message(message, cluster.now)
+    assert cluster.epoch == hung_at + 1
+    cluster.run(
+        LIMIT_S + PROBE_S + 3 * TICK_S,
+        lambda rank: hung_at if rank == 2 else cluster.epoch,
+        lambda _: 0,
+    )
+    assert cluster.forming == (0, 1, 3)
+    assert list(cluster.machine.called_off) == [2]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_hanging_newcomers_are_removed_although_no_other_engine_exists(count: int) -> None:
     cluster = Cluster(0)
