@@ -1,5 +1,6 @@
 """Measures how long one request blocks the event loop of an ingress: the longest gap between the
-ticks of a task in that loop, while a client on a thread sends bytes.
+ticks of a task in that loop, while a client on a thread sends bytes. Time in which the loop waits
+for a core does not count.
 
 The client is a plain socket: its calls do not hold the GIL, so only the time of the server is
 measured.
@@ -12,10 +13,11 @@ import contextlib
 import json
 import select
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -28,14 +30,33 @@ MAX_MODEL_LEN = 131_072
 ANSWER_S = 60.0
 
 
-class LoopStallMonitor:
-    """A task in the measured loop. `longest_s` is the longest gap since `reset`.
+class Instant(NamedTuple):
+    """A moment of the measured loop, in seconds."""
 
-    A gap counts only as far as this process used CPU time in it: if other processes have the cores,
-    the loop is late through no fault of its own.
+    wall_s: float
+    cpu_s: float
+    """Processor time of this process so far."""
+    queued_s: float
+    """Time that the thread of the loop has waited for a core so far."""
+
+
+def stall_s(early: Instant, late: Instant) -> float:
+    """Returns how long the loop was blocked between two ticks.
+
+    The time in which its thread waits for a core does not count, because that depends on other
+    threads and processes. The processor time of this process is an upper bound: a thread with the
+    GIL blocks the loop too, but not while that thread waits for a core itself.
     """
+    ran_s = late.wall_s - early.wall_s - (late.queued_s - early.queued_s)
+    return min(ran_s, late.cpu_s - early.cpu_s)
+
+
+class LoopStallMonitor:
+    """A task in the measured loop. `longest_s` is the longest stall since `reset`. Create it in the
+    thread of the loop."""
 
     def __init__(self) -> None:
+        self._stats = Path(f"/proc/self/task/{threading.get_native_id()}/schedstat")
         self.longest_s = 0.0
         self._last = self._now()
 
@@ -46,12 +67,15 @@ class LoopStallMonitor:
         while True:
             await asyncio.sleep(TICK_S)
             now = self._now()
-            gap_s = min(late - early for late, early in zip(now, self._last, strict=True))
-            self.longest_s = max(self.longest_s, gap_s)
+            self.longest_s = max(self.longest_s, stall_s(self._last, now))
             self._last = now
 
-    def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), time.process_time()
+    def _now(self) -> Instant:
+        """Returns the current instant, without queued time on a system that does not count it."""
+        queued_ns = 0
+        with contextlib.suppress(OSError):
+            _, queued_ns, _ = map(int, self._stats.read_bytes().split())
+        return Instant(time.perf_counter(), time.process_time(), queued_ns / 1e9)
 
 
 class StallHarness:
