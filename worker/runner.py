@@ -23,7 +23,7 @@ from swell.worker.drafting.draft_runner import StepHidden
 from swell.worker.lora import NO_ADAPTERS, AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.memory.block_files import BlockFiles
 from swell.worker.memory.offload_store import OffloadStore
-from swell.worker.model_interfaces import ComputesLogits, Model, SupportsPP, SupportsPromptEmbeds
+from swell.worker.model_interfaces import ComputesLogits, Model, SupportsPromptEmbeds
 from swell.worker.moe.dp_sync import DPSync, DPSyncResult
 from swell.worker.moe.routed_experts import RoutedExpertsReader, RouteRecorder
 from swell.worker.pooling.hidden_state_reader import PoolingReader
@@ -164,9 +164,6 @@ class ModelRunner:
         self.adapters = AdapterSlots(args.adapters, max(step_tokens, rows), device)
         self.feedback = make_feedback(mesh, self.states)
         self.dp_sync = args.dp_sync
-        self._make_intermediate = (
-            model.make_empty_intermediate if isinstance(model, SupportsPP) else None
-        )
         self._model_step = make_forward(model, self.states, mesh, args.enforce_eager)
         self._buckets = (
             Buckets(rows, step_tokens, args.draft_tokens)
@@ -204,6 +201,11 @@ class ModelRunner:
             for head in HeadOutput:
                 self._model_step.capture(batch, head)
                 on_progress()
+
+    def drop_captures(self) -> None:
+        """Forgets all captured steps; called before the engine's groups are left. Communicators of
+        NCCL cannot be freed as long as a captured step contains their operations."""
+        self._model_step.drop_captures()
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
@@ -319,8 +321,7 @@ class ModelRunner:
         stage, group, routes = self.mesh.stage, self.mesh.pipeline, self.routes
         intermediate = None
         if not self.mesh.is_first_stage:
-            assert self._make_intermediate is not None, "the model has stages"
-            intermediate = self._make_intermediate(batch.num_tokens)
+            intermediate = self._model_step.make_intermediate(batch)
             for tensor in intermediate.tensors():
                 group.recv(tensor, stage - 1)
             if routes is not None:
@@ -333,6 +334,8 @@ class ModelRunner:
             return result
         self._export(plan)
         leaving = result.tensors()
+        if batch.bucket is not None:  # a later step may overwrite them while they are sent
+            leaving = [tensor.clone() for tensor in leaving]
         if routes is not None:
             leaving += routes.leaving(batch.num_tokens)
         self._pending_sends.add([group.send(tensor, stage + 1) for tensor in leaving])

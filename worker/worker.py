@@ -251,6 +251,8 @@ class Worker:
             expert_store = self._stores.connect(plan.expert_store, self.mesh, absent=[0])
         if plan.keep_states and store is not None and self.runner is not None:
             self.runner.drain()
+        if store is not None and self.runner is not None:
+            self.runner.drop_captures()
         moved = loaded = 0
         self.mesh.regroup(plan, store, expert_store)
         if self.config.parallel.expert:
@@ -292,6 +294,8 @@ class Worker:
         """Leaves the groups and drops every tensor. May be called twice, and after a failure."""
         self.adapters.close()
         self.adapters = NO_ADAPTERS
+        if self.runner is not None:
+            self.runner.drop_captures()
         if self.mesh is not None:
             self.mesh.close()
         if self.model is not None:

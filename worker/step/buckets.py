@@ -15,6 +15,8 @@ from swell.kernels.inputs import Bucket
 
 _ROWS = (1, 2, 4, *range(8, 257, 8))
 _TOKENS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+MAX_TOKENS = _TOKENS[-1]
+"""The most tokens of a bucket."""
 
 
 class Buckets:

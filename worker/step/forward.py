@@ -19,7 +19,13 @@ from torch import Tensor
 from swell.kernels.graph import NotCapturableError, Traits, can_capture, capture, traits
 from swell.kernels.inputs import Bucket, Sizes
 from swell.worker.comm.mesh import Mesh
-from swell.worker.model_interfaces import ComputesLogits, Model, SupportsLayerTaps
+from swell.worker.model_interfaces import (
+    ComputesLogits,
+    Model,
+    SupportsLayerTaps,
+    SupportsPP,
+)
+from swell.worker.step.buckets import MAX_TOKENS
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import NO_TAPS
@@ -53,8 +59,15 @@ class Forward:
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
         """Returns the hidden states of `batch.hidden_indices` on the last stage, otherwise the
-        input of the next stage. `head`: the output that the next call of `head` will compute."""
+        input of the next stage. `intermediate`: the output of the previous stage, in tensors that
+        `make_intermediate` has returned for this batch. `head`: the output that the next call of
+        `head` will compute."""
         return self._model(batch, intermediate)
+
+    def make_intermediate(self, batch: InputBatch) -> IntermediateTensors:
+        """Returns tensors for the output of the previous stage."""
+        assert isinstance(self._model, SupportsPP), "the model has stages"
+        return self._model.make_empty_intermediate(batch.num_tokens)
 
     @property
     def needs_buckets(self) -> bool:
@@ -64,6 +77,10 @@ class Forward:
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         """Captures the steps of the batch's bucket now, if they can be captured, so that the first
         of them need not."""
+
+    def drop_captures(self) -> None:
+        """Forgets all captures, because they contain operations of groups that are left. Steps are
+        captured again when they occur."""
 
     def take_layer_inputs(self) -> list[Tensor]:
         """Returns the captured layer inputs of the last call of `hidden` (see `LayerTaps`)."""
@@ -97,18 +114,24 @@ class _Key(NamedTuple):
 
 
 class CapturedForward(Forward):
-    """A forward pass that replays captured operations, for a model with a single pipeline stage.
+    """A forward pass that replays captured operations. All workers of an engine capture and replay
+    the same steps in the same order, because operations of their groups are captured, too.
 
     Its results are valid until the next call; on a GPU, for operations that are queued before the
     next call. Sampled tokens and their logits, which are copied to the host while the next steps
     are computed, stay valid.
     """
 
-    def __init__(self, model: Model, states: RequestStates) -> None:
+    def __init__(self, model: Model, states: RequestStates, mesh: Mesh) -> None:
         super().__init__(model, states)
+        self._mesh = mesh
         self._traits = traits(states.token_ids.device.type)
         self._captured: dict[_Key, _Captured] = {}
         self._capturable = True
+        self._dropped_progress = 0
+        """The operations of the captures that were dropped."""
+        self._intermediate: IntermediateTensors | None = None
+        """The output of the previous stage in all steps with a bucket."""
         self._replayed: _Captured | None = None
         """The capture that computed the last hidden states; None: they were not replayed."""
 
@@ -119,12 +142,23 @@ class CapturedForward(Forward):
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         self._find(batch, head)
 
+    def make_intermediate(self, batch: InputBatch) -> IntermediateTensors:
+        received = self._received(batch) if batch.bucket is not None else None
+        if received is None:
+            return super().make_intermediate(batch)
+        return received.first(batch.num_tokens)
+
+    def drop_captures(self) -> None:
+        self._dropped_progress = self.progress
+        self._captured, self._replayed = {}, None
+
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
         self._replayed = self._find(batch, head)
         if self._replayed is None:
             return super().hidden(batch, intermediate, head)
+        self._mesh.check()  # a replay would not notice that its groups were aborted
         return self._replayed.run(batch)
 
     def take_layer_inputs(self) -> list[Tensor]:
@@ -136,22 +170,36 @@ class CapturedForward(Forward):
 
     @property
     def progress(self) -> int:
-        return sum(captured.graph.progress for captured in tuple(self._captured.values()))
+        captured = tuple(self._captured.values())
+        return self._dropped_progress + sum(each.graph.progress for each in captured)
 
     def _find(self, batch: InputBatch, head: HeadOutput) -> _Captured | None:
         """Returns the capture for the batch, which is made if there is none; None: the batch cannot
         be captured."""
         if not self._capturable or not self._fits(batch):
             return None
+        if not self._mesh.is_last_stage:
+            head = HeadOutput.LOGITS  # the stage computes no head
         key = _Key(head, batch.adapters is not None, batch.bucket)
         if key not in self._captured:
-            forward = Forward(self._model, self._states)
+            forward, received = Forward(self._model, self._states), self._received(batch)
             try:
-                self._captured[key] = _Captured(forward, batch, head, self._traits)
+                self._captured[key] = _Captured(forward, batch, received, head, self._traits)
             except NotCapturableError:
                 self._capturable = False
                 return None
         return self._captured[key]
+
+    def _received(self, batch: InputBatch) -> IntermediateTensors | None:
+        """Returns the tensors for the output of the previous stage in any step with a bucket; None
+        on the first stage."""
+        if self._mesh.is_first_stage:
+            return None
+        if self._intermediate is None:
+            tokens = min(len(batch.inputs.input_ids), MAX_TOKENS)
+            assert isinstance(self._model, SupportsPP), "the model has stages"
+            self._intermediate = self._model.make_empty_intermediate(tokens)
+        return self._intermediate
 
     def _fits(self, batch: InputBatch) -> bool:
         """Whether a capture computes what the batch needs: hidden states only of rows that sample,
@@ -168,21 +216,32 @@ class _Captured:
     """The captured operations of the steps of one `_Key`, and their result tensors."""
 
     def __init__(
-        self, forward: Forward, batch: InputBatch, head: HeadOutput, traits: Traits
+        self,
+        forward: Forward,
+        batch: InputBatch,
+        received: IntermediateTensors | None,
+        head: HeadOutput,
+        traits: Traits,
     ) -> None:
-        """`batch`: any batch of the bucket, since all batches use the same input tensors."""
+        """`batch`: that of any step of the bucket, since all its steps use the same input tensors;
+        `received`: the output of the previous stage, with at least as many tokens."""
         self._head, self._traits = head, traits
+        self._leaving: IntermediateTensors | None = None
+        """The input of the next stage, computed by each replay; None on the last stage."""
         sizes = _sizes_of_capture(batch)
         adapters = batch.adapters
         if adapters is not None:
             adapters = adapters._replace(num_tokens=sizes.tokens)
         largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
+        intermediate = received and received.first(sizes.tokens)
         device = batch.inputs.input_ids.device.type
         # [samples, hidden]; then [tokens, hidden] for each tapped layer; then the
         # head's output, if it was captured
         self._results, self.graph = capture(
-            lambda: self._compute(forward, largest), device, *sizes[:3]
+            lambda: self._compute(forward, largest, intermediate), device, *sizes[:3]
         )
+        if self._leaving is not None:
+            self._leaving = self._leaving.with_tensors(self._results)
         self._views: dict[int, list[Tensor]] = {}
         """S -> the first S rows of the results. Where layer inputs are read, every token is a
         sample (see `CapturedForward`)."""
@@ -190,8 +249,13 @@ class _Captured:
         self.head_output: list[Tensor] = []
         """The layer inputs and the head's output of the last `run`."""
 
-    def _compute(self, forward: Forward, batch: InputBatch) -> list[Tensor]:
-        hidden: Tensor = forward.hidden(batch, None, self._head)
+    def _compute(
+        self, forward: Forward, batch: InputBatch, intermediate: IntermediateTensors | None
+    ) -> list[Tensor]:
+        hidden = forward.hidden(batch, intermediate, self._head)
+        if isinstance(hidden, IntermediateTensors):
+            self._leaving = hidden
+            return hidden.tensors()
         inputs = forward.take_layer_inputs()
         self._num_inputs = len(inputs)
         if self._head is HeadOutput.LOGITS and not self._captures_logits(hidden):
@@ -205,10 +269,13 @@ class _Captured:
             return False
         return self._traits.accepts_torch or hidden.dtype == torch.float32
 
-    def run(self, batch: InputBatch) -> Tensor:
-        """Replays the operations for a batch. Returns hidden states [S, hidden]."""
+    def run(self, batch: InputBatch) -> Tensor | IntermediateTensors:
+        """Replays the operations for a batch. Returns hidden states [S, hidden], or the input of
+        the next stage."""
         tokens, rows, samples, *_ = batch.sizes
         self.graph.replay(tokens, rows, samples)
+        if self._leaving is not None:
+            return self._leaving.first(tokens)
         if samples not in self._views:
             self._views[samples] = [result[:samples] for result in self._results]
         hidden, *others = self._views[samples]
@@ -234,12 +301,14 @@ def _sizes_of_capture(batch: InputBatch) -> Sizes:
 
 
 def make_forward(model: Model, states: RequestStates, mesh: Mesh, enforce_eager: bool) -> Forward:
-    """Returns a captured forward pass, unless `enforce_eager`, if the worker is the only one of its
-    groups, the backend can capture, and the model has its own head; a model that pools needs the
-    hidden states of all tokens."""
-    if enforce_eager:
+    """Returns a captured forward pass, unless `enforce_eager`, if the backend can capture, and the
+    model has its own head; a model that pools needs the hidden states of all tokens. Operations of
+    groups can be captured only where captures accept those of torch, and not if engines share
+    experts: then the sizes of each step depend on the other engines."""
+    device = states.token_ids.device.type
+    if enforce_eager or not isinstance(model, ComputesLogits) or not can_capture(device):
         return Forward(model, states)
-    alone = mesh.pipeline.size == mesh.tensor.size == mesh.data.size == 1
-    if alone and isinstance(model, ComputesLogits) and can_capture(states.token_ids.device.type):
-        return CapturedForward(model, states)
-    return Forward(model, states)
+    alone = mesh.pipeline.size == mesh.tensor.size == 1
+    if mesh.shares_experts or not (alone or traits(device).accepts_torch):
+        return Forward(model, states)
+    return CapturedForward(model, states, mesh)

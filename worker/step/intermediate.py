@@ -23,6 +23,16 @@ class IntermediateTensors:
     def tensors(self) -> list[torch.Tensor]:
         return [t for t in (self.hidden_states, self.residual, *self.layer_inputs) if t is not None]
 
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> IntermediateTensors:
+        """Returns the same activations in other tensors, in the order of `tensors()`."""
+        hidden_states, *others = tensors
+        residual = None if self.residual is None else others.pop(0)
+        return IntermediateTensors(hidden_states, residual, others)
+
+    def first(self, tokens: int) -> IntermediateTensors:
+        """Returns views of the activations of the first tokens."""
+        return self.with_tensors([tensor[:tokens] for tensor in self.tensors()])
+
 
 def stage_layers(layers: int, stages: int, stage: int) -> range:
     """Returns the contiguous layers of one stage; the first stages have one more layer if the

@@ -3,9 +3,14 @@ share their memory, and whose results are read late. The answers are those of un
 
 from __future__ import annotations
 
+import gc
 import shutil
-from collections import Counter
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable
+from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -14,14 +19,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.configs.schema import ParallelConfig
 from swell.engine.executor.inline import InlineExecutor
 from swell.kernels import graph
 from swell.kernels.graph import NotCapturableError, Traits
 from swell.kernels.host_reads import RefuseHostReads
 from swell.kernels.inputs import Bucket
 from swell.worker import runner
+from swell.worker.comm.groups import GroupError, ProcessGroup
+from swell.worker.comm.mesh import Mesh
+from swell.worker.comm.transport import Transport
+from swell.worker.model_interfaces import ComputesLogits
 from swell.worker.step import forward
 from swell.worker.step.buckets import Buckets
+from swell.worker.step.request_states import RequestStates
+from swell.worker.wire import GroupPlan
 from tests.support.paths import NANO
 from tests.worker import tiny_models
 
@@ -53,22 +65,43 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it(max_rows, max_tokens, dra
 
 
 class FixedGraphs:
-    """The module `graph` of a backend whose graphs work like CUDA graphs, on a CPU."""
+    """The module `graph` of a backend whose graphs work like CUDA graphs, on a CPU. Each thread, on
+    which one worker runs, has a device of its own."""
 
     TRAITS = Traits(has_fixed_sizes=True, accepts_torch=True, is_asynchronous=True)
 
     def __init__(self) -> None:
-        self.graphs: list[FixedGraph] = []
-        self.replays: Counter[tuple[int, ...]] = Counter()
+        self.graphs: WeakSet[FixedGraph] = WeakSet()
+        self.captured: list[tuple[int, ...]] = []
+        """The sizes of all captures."""
+        self.replays: defaultdict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
+        """Thread -> how often graphs of these sizes were replayed."""
+        self.used = threading.local()
+        """`transports`: those whose operations the last capture of this thread contains."""
 
     def capture(
         self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
     ) -> tuple[list[Tensor], FixedGraph]:
         with RefuseHostReads():
             run()
+        self.used.transports = set()
         results = [result.clone() for result in run()]
-        self.graphs.append(FixedGraph(self, run, results, sizes))
-        return results, self.graphs[-1]
+        self.captured.append(sizes)
+        made = FixedGraph(self, run, results, sizes)
+        self.graphs.add(made)
+        return results, made
+
+    def frees_those_of(self, transport: Transport) -> bool:
+        """Whether this thread's graphs with operations of the transport have been forgotten."""
+        for _ in range(50):  # a collection does nothing while another thread collects
+            gc.collect()
+            if not any(transport in graph.transports for graph in self.of_thread()):
+                return True
+            time.sleep(0.02)
+        return False
+
+    def of_thread(self) -> list[FixedGraph]:
+        return [graph for graph in tuple(self.graphs) if graph.thread == threading.get_ident()]
 
 
 class FixedGraph:
@@ -80,17 +113,18 @@ class FixedGraph:
         sizes: tuple[int, ...],
     ) -> None:
         self._graphs, self._run, self._results, self._sizes = graphs, run, results, sizes
+        self.thread, self.transports = threading.get_ident(), graphs.used.transports
         self.progress = 0
 
     def replay(self, *sizes: int) -> None:
         assert all(size <= room for size, room in zip(sizes, self._sizes, strict=True))
-        for other in self._graphs.graphs:
+        for other in self._graphs.of_thread():
             for result in other._results:
                 result.fill_(7)  # the memory of one graph's results is reused by the others
         for result, computed in zip(self._results, self._run(), strict=True):
             result.copy_(computed)
         self.progress += 1
-        self._graphs.replays[self._sizes] += 1
+        self._graphs.replays[self.thread][self._sizes] += 1
 
 
 class LateOutput(runner.ReadyOutput):
@@ -111,6 +145,7 @@ def fixed_graphs(monkeypatch) -> FixedGraphs:
     monkeypatch.setattr(forward, "can_capture", lambda device: True)
     monkeypatch.setattr(InlineExecutor, "overlaps", property(lambda self: True))
     monkeypatch.setattr(runner, "CopyingOutput", LateOutput)
+    monkeypatch.setattr(forward, "traits", lambda device: made.TRAITS)
     start = runner.ModelRunner.__init__
 
     def start_late(self, args) -> None:
@@ -151,13 +186,21 @@ def make(folder, kind: str) -> None:
         shutil.copy(file, folder)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
+NGRAM = {"drafts.method": "ngram", "drafts.min_match": 1}
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("depth", "kind", "options"),
     [
-        ("llama", {}),
-        ("llama", {"model.dtype": "bfloat16"}),
-        ("qwen3", {"drafts.method": "ngram", "drafts.min_match": 1}),
+        (1, "llama", {}),
+        (3, "llama", {}),
+        (1, "llama", {"model.dtype": "bfloat16"}),
+        (3, "llama", {"model.dtype": "bfloat16"}),
+        (1, "qwen3", NGRAM),
+        (3, "qwen3", NGRAM),
+        (1, "qwen3", {"parallel.tensor": 2}),
+        (3, "llama", {"parallel.pipeline": 3}),
+        (3, "llama", {"parallel.tensor": 2, "parallel.pipeline": 2}),
     ],
 )
 def test_answers_of_padded_steps_equal_those_of_unpadded_ones(
@@ -169,8 +212,77 @@ def test_answers_of_padded_steps_equal_those_of_unpadded_ones(
     graphs: FixedGraphs = request.getfixturevalue("fixed_graphs")
     assert answers(tmp_path, **options) == expected
     decode = {(rows, rows, rows) for rows in (1, 2, 4, 5)}
-    assert decode <= set(graphs.replays), "steps of each number of rows are replayed"
-    assert {sizes for sizes in graphs.replays if sizes[0] > sizes[1]}, "mixed steps as well"
+    workers = options.get("parallel.tensor", 1) * options.get("parallel.pipeline", 1)
+    assert len(graphs.replays) == workers
+    for replays in graphs.replays.values():
+        assert decode <= set(replays), "steps of each number of rows are replayed"
+        assert {sizes for sizes in replays if sizes[0] > sizes[1]}, "mixed steps as well"
+
+
+@pytest.mark.parametrize("keep_states", [True, False])
+def test_captures_are_dropped_before_their_groups_are_left(
+    tmp_path, fixed_graphs, monkeypatch, keep_states
+):
+    """NCCL frees a communicator only when no graph contains its operations."""
+    left_too_late: list[str] = []
+    start, close = ProcessGroup._start, ProcessGroup.close
+
+    def start_and_note(self, operation, *args):
+        if (transports := getattr(fixed_graphs.used, "transports", None)) is not None:
+            transports.add(self._transport)
+        return start(self, operation, *args)
+
+    def close_and_check(self):
+        transport = self._transport
+        if transport is not None and not fixed_graphs.frees_those_of(transport):
+            left_too_late.append(self.name)
+        close(self)
+
+    monkeypatch.setattr(ProcessGroup, "_start", start_and_note)
+    monkeypatch.setattr(ProcessGroup, "close", close_and_check)
+    make(tmp_path, "llama")
+    options = {"parallel.tensor": 2, "scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}
+    with LLM(str(tmp_path), **options) as llm:
+        executor = llm._engine.core.executor
+        before = llm.generate(PROMPTS[:2], PARAMS[:2])
+        progress = executor.progress_counter
+        assert any(each.transports for each in tuple(fixed_graphs.graphs))
+        executor.regroup(GroupPlan(0, keep_states=keep_states))
+        assert not any(each.transports for each in tuple(fixed_graphs.graphs))
+        assert executor.progress_counter >= progress
+        if keep_states:
+            after = llm.generate(PROMPTS[:2], PARAMS[:2])
+            assert [each.outputs[0].token_ids for each in after] == [
+                each.outputs[0].token_ids for each in before
+            ]
+            assert fixed_graphs.graphs, "steps are captured again"
+    assert not left_too_late
+
+
+def test_a_step_is_not_replayed_after_its_groups_were_aborted(tmp_path, fixed_graphs, monkeypatch):
+    make(tmp_path, "llama")
+    with LLM(str(tmp_path), **{"scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}) as llm:
+        of_worker = llm._engine.core.executor._worker.runner
+        batch = of_worker.batches.build_empty(Bucket(2, 2, 2, 1))
+
+        def aborted(mesh):
+            raise GroupError("aborted")
+
+        monkeypatch.setattr(Mesh, "check", aborted)
+        with torch.inference_mode(), pytest.raises(GroupError):
+            of_worker._model_step.hidden(batch, None, forward.HeadOutput.LOGITS)
+    assert not fixed_graphs.replays
+
+
+def test_steps_of_engines_that_share_experts_are_not_captured(fixed_graphs):
+    """Their sizes depend on all engines."""
+    mesh = Mesh.build(ParallelConfig(expert=True), 0)
+    states = RequestStates(2, 16, torch.device("cpu"))
+    model = SimpleNamespace(compute_logits=len, argmax=len)
+    assert isinstance(model, ComputesLogits)
+    assert not forward.make_forward(model, states, mesh, enforce_eager=False).needs_buckets
+    alone = Mesh.build(ParallelConfig(), 0)
+    assert forward.make_forward(model, states, alone, enforce_eager=False).needs_buckets
 
 
 def test_sampled_tokens_stay_valid_while_the_next_steps_are_computed(
@@ -193,11 +305,11 @@ def test_sampled_tokens_stay_valid_while_the_next_steps_are_computed(
 def test_decode_steps_are_captured_before_the_first_request(tmp_path, fixed_graphs):
     make(tmp_path, "llama")
     with LLM(str(tmp_path), **{"scheduler.max_rows": 5, "cache.memory_bytes": 1 << 22}) as llm:
-        captured = [graph._sizes for graph in fixed_graphs.graphs]
+        captured = [*fixed_graphs.captured]
         assert captured == [(rows,) * 3 for rows in (5, 5, 4, 4, 2, 2, 1, 1)]
         assert not fixed_graphs.replays
         llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))
-        assert [graph._sizes for graph in fixed_graphs.graphs] == captured
+        assert fixed_graphs.captured == captured
 
 
 @pytest.mark.parametrize(
@@ -220,5 +332,5 @@ def test_steps_after_which_the_host_reads_are_not_captured(read):
 def test_a_model_whose_host_reads_runs_eagerly(tmp_path, fixed_graphs):
     make(tmp_path, "qwen3_moe")
     found = answers(tmp_path)
-    assert not fixed_graphs.replays and not fixed_graphs.graphs
+    assert not fixed_graphs.replays and not fixed_graphs.captured
     assert [len(ids) for ids, _ in found[2:]] == [params.max_tokens for params in PARAMS]
