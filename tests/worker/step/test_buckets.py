@@ -26,7 +26,7 @@ from swell.kernels.graph import NotCapturableError, Traits
 from swell.kernels.host_reads import RefuseHostReads
 from swell.kernels.inputs import Bucket
 from swell.worker import runner
-from swell.worker.comm.groups import GroupError, ProcessGroup
+from swell.worker.comm.groups import GroupError, Handle, ProcessGroup
 from swell.worker.comm.mesh import Mesh
 from swell.worker.comm.transport import Transport
 from swell.worker.model_interfaces import ComputesLogits
@@ -93,7 +93,7 @@ class FixedGraphs:
 
     def frees_those_of(self, transport: Transport) -> bool:
         """Whether this thread's graphs with operations of the transport have been forgotten."""
-        for _ in range(50):  # a collection does nothing while another thread collects
+        for _ in range(5):  # a collection does nothing while another thread collects
             gc.collect()
             if not any(transport in graph.transports for graph in self.of_thread()):
                 return True
@@ -283,6 +283,27 @@ def test_steps_of_engines_that_share_experts_are_not_captured(fixed_graphs):
     assert not forward.make_forward(model, states, mesh, enforce_eager=False).needs_buckets
     alone = Mesh.build(ParallelConfig(), 0)
     assert forward.make_forward(model, states, alone, enforce_eager=False).needs_buckets
+
+
+def test_activations_are_not_overwritten_while_they_are_sent(tmp_path, fixed_graphs, monkeypatch):
+    make(tmp_path, "llama")
+    unchanged: list[bool] = []
+    send = ProcessGroup.send
+
+    class Comparing(Handle):
+        def __init__(self, handle, tensor) -> None:
+            self._handle, self._tensor, self._before = handle, tensor, tensor.clone()
+
+        def wait(self) -> None:
+            unchanged.append(torch.equal(self._tensor, self._before))
+            self._handle.wait()
+
+    def send_and_compare(self, t, dst):
+        return Comparing(send(self, t, dst), t)
+
+    monkeypatch.setattr(ProcessGroup, "send", send_and_compare)
+    answers(tmp_path, **{"scheduler.steps_in_flight": 3, "parallel.pipeline": 3})
+    assert len(unchanged) > 20 and all(unchanged)
 
 
 def test_sampled_tokens_stay_valid_while_the_next_steps_are_computed(
