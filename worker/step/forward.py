@@ -226,8 +226,8 @@ class _Captured:
         """`batch`: that of any step of the bucket, since all its steps use the same input tensors;
         `received`: the output of the previous stage, with at least as many tokens."""
         self._head, self._traits = head, traits
-        self._leaving: IntermediateTensors | None = None
-        """The input of the next stage, computed by each replay; None on the last stage."""
+        self._computed: IntermediateTensors | None = None
+        """The input of the next stage that the captured function has returned."""
         sizes = _sizes_of_capture(batch)
         adapters = batch.adapters
         if adapters is not None:
@@ -240,8 +240,8 @@ class _Captured:
         self._results, self.graph = capture(
             lambda: self._compute(forward, largest, intermediate), device, *sizes[:3]
         )
-        if self._leaving is not None:
-            self._leaving = self._leaving.with_tensors(self._results)
+        self._leaving = self._computed and self._computed.with_tensors(self._results)
+        """The input of the next stage, computed by each replay; None on the last stage."""
         self._views: dict[int, list[Tensor]] = {}
         """S -> the first S rows of the results. Where layer inputs are read, every token is a
         sample (see `CapturedForward`)."""
@@ -254,7 +254,7 @@ class _Captured:
     ) -> list[Tensor]:
         hidden = forward.hidden(batch, intermediate, self._head)
         if isinstance(hidden, IntermediateTensors):
-            self._leaving = hidden
+            self._computed = hidden
             return hidden.tensors()
         inputs = forward.take_layer_inputs()
         self._num_inputs = len(inputs)
