@@ -1,12 +1,13 @@
 """CUDA graphs. All graphs of a device share one memory pool, so they must not run at the same
-time."""
+time. Torch frees a pool with the last of its graphs, and then the pool cannot be used again."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable
-from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ TRAITS = Traits(has_fixed_sizes=True, accepts_torch=True, is_asynchronous=True)
 
 
 class CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         self._graph = graph
+        self.pool = pool
+        """The handle of its memory pool."""
         self._replays = 0
 
     def replay(self, *sizes: int) -> None:
@@ -50,15 +53,17 @@ def capture(
             run()
         results, graph = _capture(run)
     current.wait_stream(stream)
-    return results, CudaGraph(graph)
+    return results, graph
 
 
-def _capture(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.CUDAGraph]:
+def _capture(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], CudaGraph]:
     """Captures on the current stream. `torch.cuda.graph` is not used, because it collects garbage
     and empties the allocator's cache each time."""
     graph = torch.cuda.CUDAGraph()
     # Other threads, for example those that copy results, may use the device meanwhile.
-    pool = _pool(torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    others = tuple(_graphs[device])
+    pool = others[0].pool if others else torch.cuda.graph_pool_handle()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
     try:
         results = run()
@@ -67,10 +72,10 @@ def _capture(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], torch.cuda.
             graph.capture_end()
         raise NotCapturableError(f"a CUDA graph cannot repeat the step: {error}") from error
     graph.capture_end()
-    return results, graph
+    captured = CudaGraph(graph, pool)
+    _graphs[device].add(captured)
+    return results, captured
 
 
-@cache
-def _pool(device: int) -> Any:
-    """Returns the handle of the memory pool of a device."""
-    return torch.cuda.graph_pool_handle()
+_graphs: defaultdict[int, WeakSet[CudaGraph]] = defaultdict(WeakSet)
+"""Device -> its graphs."""

@@ -60,3 +60,14 @@ def test_a_replay_computes_the_current_inputs_and_refuses_host_reads():
     (tripled,), other = capture(lambda: [x * 3], "cuda", 4)  # nothing of the failure remains
     other.replay(4)
     assert tripled.tolist() == [15.0] * 4
+
+
+def test_graphs_are_captured_again_after_all_were_dropped():
+    """The memory pool of the first ones is gone."""
+    x = torch.ones(4, device="cuda")
+    for factor in (2, 3):
+        captured = [capture(lambda by=factor: [x * by], "cuda", 4) for _ in range(2)]
+        for (result,), graph in captured:
+            graph.replay(4)
+            assert result.tolist() == [float(factor)] * 4
+        del captured, result, graph
