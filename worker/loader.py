@@ -198,7 +198,8 @@ def load_weight_shards(
     """Fills the shards that `shards_of` returns; returns their bytes.
 
     `load_format: dummy` fills them with random numbers that depend only on `model.seed`, the
-    tensor's name and the part. Raises `ValueError` for a folder that does not hold the shards.
+    tensor's name, the part and the kind of the device, which draws them. Raises `ValueError` for a
+    folder that does not hold the shards.
     """
     dummy = model_config.load_format == "dummy"
     folder = Path() if dummy else _folder(model_config.path)
@@ -342,14 +343,15 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
     """Fills matrices with random numbers, norm weights with ones and biases with zeros, as in a new
     model."""
-    generator = torch.Generator()
+    generators: dict[torch.device, torch.Generator] = {}
     for shard in weight_shards:
-        target = shard.target
+        target, device = shard.target, shard.target.device
+        generator = generators.setdefault(device, torch.Generator(device))
         if not target.is_floating_point():
             target.zero_()
         elif target.dim() >= 2:
             generator.manual_seed(_seed(seed, shard))
-            noise = torch.empty(target.shape, dtype=torch.float32)
+            noise = torch.empty(target.shape, dtype=torch.float32, device=device)
             target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
         else:
             target.fill_(0.0 if shard.name.endswith("bias") else 1.0)

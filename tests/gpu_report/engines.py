@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -10,6 +11,7 @@ from typing import Any, Self
 import torch
 import transformers
 
+from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
@@ -24,7 +26,7 @@ class Swell:
     def __init__(self, folder: Path, scale: Scale, **settings: Any) -> None:
         """`settings`: keys of the configuration, with `__` for the dot."""
         given = {key.replace("__", "."): value for key, value in settings.items()}
-        config = load(
+        self.config = config = load(
             str(folder),
             {
                 "model.device": scale.device,
@@ -36,6 +38,8 @@ class Swell:
         )
         executor = build_executor(config)
         self.core = EngineCore(config, executor, executor.start())
+        self.adapters: Sequence[Adapter] = ()
+        """The adapters that requests use in turn."""
 
     def generate(
         self, prompts: list[list[int]], tokens: int, params: SamplerParams | None = None
@@ -43,8 +47,15 @@ class Swell:
         """Returns `tokens` tokens for each prompt, all at once."""
         answers: dict[str, list[int]] = {}
         for index, prompt in enumerate(prompts):
-            request = EngineCoreRequest(str(index), prompt, params or SamplerParams(), tokens)
-            assert self.core.add_request(request, b"report") is None
+            of_adapter: dict[str, Any] = {}
+            if self.adapters:
+                adapter = self.adapters[index % len(self.adapters)]
+                of_adapter = {"adapter": adapter, "cache_salt": adapter.digest}
+            request = EngineCoreRequest(
+                str(index), prompt, params or SamplerParams(), tokens, **of_adapter
+            )
+            refusal = self.core.add_request(request, b"report")
+            assert refusal is None, refusal
         while self.core.has_work:
             for output in self.core.step().get(b"report", []):
                 answers.setdefault(output.request_id, []).extend(output.new_token_ids)

@@ -16,20 +16,33 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a dense model of the architecture of Qwen3, in bfloat16."""
+    """The shape of a model of the architecture of Qwen3, in bfloat16."""
 
     hidden: int
     intermediate: int
+    """The width of the MLP, or of each expert."""
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
     vocab: int
     is_tied: bool
+    experts: int = 0
+    """The number of experts of each layer; 0: the model is dense."""
+    chosen: int = 0
+    """The number of experts that each token chooses."""
 
     @property
     def config(self) -> dict[str, Any]:
         """The contents of the model's config.json."""
+        of_experts = {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.intermediate,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.chosen,
+            "norm_topk_prob": True,
+        }
         return {
             "architectures": ["Qwen3ForCausalLM"],
             "model_type": "qwen3",
@@ -45,13 +58,18 @@ class Shape:
             "rms_norm_eps": 1e-6,
             "rope_theta": 1000000.0,
             "torch_dtype": "bfloat16",
+            **(of_experts if self.experts else {}),
         }
 
-    @property
-    def layer_parameters(self) -> int:
-        """The number of parameters of the products of all layers."""
+    def layer_parameters(self, tokens: int = 1) -> int:
+        """Returns the number of parameters of the products of all layers; of the experts, the
+        expected number that `tokens` tokens choose, if each choice is equally likely."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        mlp = 3 * self.hidden * self.intermediate
+        if self.experts:
+            share = 1 - (1 - self.chosen / self.experts) ** tokens
+            mlp = round(mlp * self.experts * share) + self.hidden * self.experts
+        return self.layers * (attention + mlp)
 
     @property
     def head_parameters(self) -> int:
@@ -61,13 +79,15 @@ class Shape:
     def step_bytes(self, rows: int, context: int) -> int:
         """Returns the bytes that a decode step must read: all weights, and each row's KV."""
         kv = 2 * self.layers * self.kv_heads * self.head_dim * context * rows
-        return 2 * (self.layer_parameters + self.head_parameters + kv)
+        return 2 * (self.layer_parameters(rows) + self.head_parameters + kv)
 
 
 SHAPES = {
     "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936, is_tied=True),
     "8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, is_tied=False),
+    "30B-A3B, 6 layers": Shape(2048, 768, 6, 32, 4, 128, 151936, False, experts=128, chosen=8),
     "tiny": Shape(64, 96, 2, 4, 2, 16, 320, is_tied=True),
+    "tiny experts": Shape(64, 32, 2, 4, 2, 16, 320, True, experts=8, chosen=2),
 }
 
 

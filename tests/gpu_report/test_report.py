@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -66,3 +67,11 @@ def test_the_bytes_of_a_step():
     shape = SHAPES["0.6B"]
     assert shape.step_bytes(1, 0) / 2 == pytest.approx(596e6, rel=0.01)
     assert shape.step_bytes(3, 2) - shape.step_bytes(3, 1) == 3 * 112 * 1024
+
+
+def test_the_parameters_of_the_experts_that_tokens_choose():
+    """Qwen3-30B-A3B has 3.3 billion parameters that a token uses, of 30.5 billion."""
+    whole = replace(SHAPES["30B-A3B, 6 layers"], layers=48)
+    for tokens, parameters in ((1, 3.3e9), (10_000, 30.5e9)):
+        outside = whole.head_parameters * 2  # the head, and embeddings of the same size
+        assert whole.layer_parameters(tokens) + outside == pytest.approx(parameters, rel=0.02)

@@ -24,7 +24,7 @@ def run(scale: Scale) -> Figures:
                 figures[f"{length} tokens, ms"] = round(seconds * 1e3, 2)
                 if rate:
                     attention = 2 * shape.layers * shape.heads * shape.head_dim * length**2
-                    flop = 2 * shape.layer_parameters * length + attention
+                    flop = 2 * shape.layer_parameters() * length + attention
                     times = seconds / (flop / (rate * 1e12))
                     figures[f"{length} tokens, times the limit"] = round(times, 2)
     return figures
