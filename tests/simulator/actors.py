@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ChangeStage, ControlState
@@ -406,8 +407,19 @@ class SimManager:
         self.manager.on_failed_change = plane.on_failed_change
         self.manager.on_shrink = plane.operator.on_shrink
         self.manager.on_deposed = self._on_deposed
+        self._observe_keep(self.manager._fleet)
         self.has_started = False
         process.loop.create_task(self._start(), name="manager")
+
+    def _observe_keep(self, fleet: Fleet) -> None:
+        keep = fleet.keep
+
+        def observed_keep(rank: int) -> None:
+            for call in self._plane.on_decided_keep:
+                call(self, rank)
+            keep(rank)
+
+        fleet.keep = observed_keep  # type: ignore[method-assign]
 
     @property
     def contact(self) -> CoordinatorContact | None:

@@ -221,10 +221,8 @@ class FaultInjector:
             self._kernel.at(self._kernel.now + fault.time_s, each.peer.process, each.release)
 
     def _heal(self, ways: list[tuple[str, str]]) -> None:
-        """Heals directions between hosts, except those of lost hosts."""
         for one, other in ways:
-            if not {one, other} & set(self._plane.ray.lost_hosts):
-                self._plane.net.heal(one, other)
+            self._plane.net.heal(one, other)
 
     def gcs_away(self, fault: Fault, side: Side | None) -> None:
         self._note(fault, "", fault.time_s)

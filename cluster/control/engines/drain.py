@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.checkpoint import DrainRecord
@@ -18,9 +19,20 @@ _IDLE_POLLS = 2
 """Polls in a row that must find an engine idle: at the first one a request may still be in
 flight."""
 
-Detach = Callable[[list[EngineHandle], int | None], Awaitable[None]]
-"""Takes engines out of the roster and terminates them. With an epoch: only if the roster still has
-that epoch, under which they were idle."""
+
+@dataclass(frozen=True)
+class Departure:
+    """Engines that may leave the roster now."""
+
+    handles: Sequence[EngineHandle] = ()
+    idle_epoch: int | None = None
+    """The epoch of the roster under which they were idle, and which it must still have; None: their
+    drain time is over."""
+
+
+Detach = Callable[[Callable[[], Departure]], Awaitable[None]]
+"""Takes engines out of the roster and terminates them. It waits for other changes of the group, and
+determines the engines afterwards: meanwhile they may be kept, or get more time."""
 
 
 class Drain:
@@ -56,10 +68,6 @@ class Drain:
         unfinished responses need that version. Only `MAX_DRAIN_S` limits their drain, not the
         requested drain time. An idle engine stays as long as its version is needed."""
         self._held = held
-
-    def records(self) -> tuple[DrainRecord, ...]:
-        """Drain records, with which a successor of the manager continues."""
-        return tuple(handle.drain for handle in self.leaving if handle.drain is not None)
 
     def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
         """Let an engine leave. Its drain time starts once it gets no new requests. If it is already
@@ -114,15 +122,21 @@ class Drain:
         deadline."""
         while self.leaving:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
-            now, marked = _now(), [handle for handle in leaving if handle.is_marked]
-            if late := [handle for handle in marked if self._is_late(handle, now)]:
-                await self._detach(late, None)
-            elif idle := [handle for handle in marked if self._is_idle(handle)]:
-                await self._detach(idle, min(handle.idle_epoch for handle in idle))
-                for handle in idle:  # engines that remain must be found idle again
+            if self._departure(leaving).handles:
+                await self._detach(lambda: self._departure(self.leaving))
+                for handle in self.leaving:  # engines that remain must be found idle again
                     handle.idle_polls = 0
             else:
                 await self._poll(leaving, is_leaving=True)
+
+    def _departure(self, leaving: list[EngineHandle]) -> Departure:
+        """Returns those of the leaving engines whose drain time is over, or else the idle ones."""
+        now, marked = _now(), [handle for handle in leaving if handle.is_marked]
+        if late := [handle for handle in marked if self._is_late(handle, now)]:
+            return Departure(late)
+        if idle := [handle for handle in marked if self._is_idle(handle)]:
+            return Departure(idle, min(handle.idle_epoch for handle in idle))
+        return Departure()
 
     def _is_late(self, handle: EngineHandle, now: float) -> bool:
         if handle.rank in self._held:

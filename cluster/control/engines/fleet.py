@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 
 from swell.cluster.control.engines.concurrent_tasks import TaskSet, in_batches
-from swell.cluster.control.engines.drain import Drain
+from swell.cluster.control.engines.drain import Departure, Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed, WeightsRefused
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan.checkpoint import DrainRecord
@@ -281,8 +281,10 @@ class Fleet:
 
     @property
     def drains(self) -> tuple[DrainRecord, ...]:
-        """Drain records, with which a successor of the manager continues."""
-        return self._drain.records()
+        """Drain records, with which a successor of the manager continues. A drain ends when its
+        engine has terminated: until then a coordinator that restarts lists the engine as active."""
+        ending = [handle for handle in self.ending.values() if handle.leaving]
+        return tuple(each.drain for each in (*self._drain.leaving, *ending) if each.drain)
 
     def move(self, rank: int) -> None:
         """Mark an engine whose host will go away: a replacement is started."""
@@ -329,16 +331,16 @@ class Fleet:
         """Wait until no engine has requests left, or until the timeout."""
         await self._drain.wait_idle(timeout_s)
 
-    async def _detach(self, handles: list[EngineHandle], idle_epoch: int | None) -> None:
-        """Remove engines from the roster, except those that died or were kept meanwhile. Then begin
-        to terminate or to reload them, concurrently: other drains do not wait for that.
-        `idle_epoch`: see `CoordinatorHandle.detach`."""
+    async def _detach(self, find: Callable[[], Departure]) -> None:
+        """Remove the engines that `find` returns from the roster. Then begin to terminate or to
+        reload them, concurrently: other drains do not wait for that."""
         async with self.group_change_lock:
-            handles = [h for h in handles if h.leaving and self.engines.get(h.rank) is h]
+            departure = find()
+            handles = [*departure.handles]
             with self.transition(handles):
                 if handles:
                     ranks = [handle.rank for handle in handles]
-                    roster = await self._coordinator.detach(ranks, idle_epoch)
+                    roster = await self._coordinator.detach(ranks, departure.idle_epoch)
                     handles = [handle for handle in handles if handle.find_in(roster) is None]
         handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
         for handle in handles:

@@ -1,11 +1,10 @@
-"""A coordinator is stopped while an engine is told to leave, and another manager takes over. The
-engine's time to finish starts when it gets no more requests, also if nobody could tell it to leave
-before."""
+"""Another manager takes over a drain. The engine's time to finish starts once, when it gets no more
+requests, also if nobody could tell it to leave before."""
 
 from __future__ import annotations
 
 from tests.simulator.laws.laws import Run
-from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Request, Scenario
+from tests.simulator.scenario import SLOW_STEP_S, AtMessage, Fault, Operation, Request, Scenario
 
 _STOPPED_UNTIL_S = 16.85
 
@@ -60,3 +59,27 @@ def test_a_drain_that_begins_during_a_redeploy_is_stored() -> None:
         slow_load_s=2.0,
     )
     assert Run(scenario).judge().broken == []
+
+
+def test_a_drain_that_is_over_does_not_start_again_at_the_next_manager() -> None:
+    """Manager and coordinator are cut off from an engine that has left, so it does not terminate,
+    and then both are lost. The next coordinator lists the engine as active."""
+    cut = Fault("half-cut-pair", 4.6114, 2, 13.74387176398775, trigger=AtMessage("Joined", 3))
+    operations = Operation(6.5936, "scale", 2), Operation(13.879849769935106, "scale", 1)
+    scenario = Scenario(
+        seed=2038,
+        engines=3,
+        ingresses=2,
+        expert=True,
+        requests=(),
+        faults=(cut,),
+        operations=operations,
+        control_host="host2",
+        step_s=SLOW_STEP_S,
+        rooms=(2, 2, 2),
+    )
+    run = Run(scenario)
+    left: list[list[int]] = []
+    run.plane.on_detach.append(left.append)
+    assert run.judge().broken == []
+    assert left == [[2], [1], [1]] and len(run.plane.coordinators) == 2

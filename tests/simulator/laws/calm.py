@@ -66,16 +66,20 @@ class Calm:
 
     def reach(self, one: Process, other: Process) -> bool:
         """Returns whether both processes run, and messages between them arrive at once."""
-        now, hosts = self._kernel.now, frozenset((one.host, other.host))
         if not (one.runs and other.runs and one.alive and other.alive):
             return False
         if self._faults.are_severed(one, other):
             return False
+        return not self._plane.net.is_blocked(one.host, other.host) and not self.is_late(one, other)
+
+    def is_late(self, one: Process, other: Process) -> bool:
+        """Returns whether packets between two processes may be late: some were held back by a cut,
+        also by one that has ended, or were slow or lost."""
+        now, hosts = self._kernel.now, frozenset((one.host, other.host))
         if len(hosts) == 1:
-            return True
-        if self._plane.net.is_blocked(one.host, other.host) or self._cut_until.get(hosts, 0) > now:
             return False
-        return all(self._late_until.get(host, 0.0) <= now for host in hosts)
+        is_held_back = self._cut_until.get(hosts, 0.0) > now
+        return is_held_back or any(self._late_until.get(host, 0.0) > now for host in hosts)
 
     def were_reset(self, one: Process, other: Process) -> bool:
         """Returns whether messages between two processes may have been lost with their connection,

@@ -6,6 +6,7 @@ from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
 from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import Process
+from tests.simulator.laws.calm import Calm
 
 LOOK_S = 0.25
 """Seconds between two looks."""
@@ -17,16 +18,18 @@ _EXCUSED_S = 2 * STALL_TIMEOUT_S
 
 
 class Disturbances:
-    """The disturbances of all engines. `look` must be called several times per virtual second."""
+    """The disturbances of all engines. `look` must be called several times per virtual second,
+    after `Calm.look`."""
 
-    def __init__(self, plane: ControlPlane, faults: FaultInjector) -> None:
+    def __init__(self, plane: ControlPlane, faults: FaultInjector, calm: Calm) -> None:
         self._plane, self._faults, self._kernel = plane, faults, plane.kernel
+        self._calm = calm
         self._disturbed: dict[Process, tuple[float, float]] = {}
         """For each engine that did not run or did not reach the coordinator: start and end of the
         disturbance."""
         self._missed: dict[Process, float] = {}
-        """For each engine that was disturbed while a new coordinator waited for its messages: when,
-        at the latest."""
+        """For each engine that was disturbed, or whose packets may have been late, while a new
+        coordinator waited for its messages: when, at the latest."""
         self._coordinators: dict[Process, tuple[float, float]] = {}
         """When each coordinator was alive: from, until."""
 
@@ -70,11 +73,10 @@ class Disturbances:
         now = self._kernel.now
         for process in [each for each, _ in self._plane.coordinators if each.alive]:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
-        newest, net = self._plane.coordinator, self._plane.net
+        newest = self._plane.coordinator
         for engine in engines:
             if newest is not None and newest._recovering:
-                hosts = {engine.process.host, self._plane.coordinators[-1][0].host}
-                is_late = not hosts.isdisjoint([*net.lossy_hosts, *net.slow_hosts])
+                is_late = self._calm.is_late(engine.process, self._plane.coordinators[-1][0])
                 if is_late or self.is_disturbed(engine):
                     self._missed[engine.process] = now
             is_pending = self._plane.ray.away and self.is_excused(engine)

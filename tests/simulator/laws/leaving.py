@@ -43,8 +43,11 @@ class LeavingWatch:
     ) -> None:
         self._plane, self._watch, self._calm, self._break = plane, watch, calm, broken
         self._durations = Durations(plane)
+        self._decided: dict[int, object] = {}
+        """Incarnations of engines that a manager has decided to keep, with the request for which it
+        did."""
         self._kept: dict[int, object] = {}
-        """Incarnations of engines that the manager has kept, with the request for which it did."""
+        """The incarnations that the coordinator has kept, with the same request."""
         self._manager: SimManager | None = None
         """The manager at the last look."""
         self._is_stored: dict[str, bool] = {}
@@ -54,6 +57,7 @@ class LeavingWatch:
         of requests of operators at that time."""
         self._restarted: dict[str, float] = {}
         """When the drains of these engines started again, because no record was stored."""
+        plane.on_decided_keep.append(self._on_decided_keep)
         plane.on_keep.append(self._on_keep)
         plane.on_leave.append(self._on_leave)
 
@@ -72,12 +76,19 @@ class LeavingWatch:
 
     # ---------------------------------------------------------------- an engine that is kept stays
 
+    def _on_decided_keep(self, manager: SimManager, rank: int) -> None:
+        """Notes the reason now: a coordinator that is stopped executes the command much later, and
+        meanwhile an operator may request something else."""
+        ready = manager.manager._fleet.engines[rank].ready
+        assert ready is not None
+        self._decided[ready.incarnation] = self._reason_to_leave()
+
     def _on_keep(self, ranks: list[int]) -> None:
         """Checks that an engine that is kept neither leaves nor will leave."""
         coordinator = self._plane.coordinator
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
-                self._kept[member.incarnation] = self._reason_to_leave()
+                self._kept[member.incarnation] = self._decided.get(member.incarnation)
                 if leaves(member):
                     self._break(f"engine {member.rank} is kept, and leaves")
 
@@ -159,8 +170,9 @@ class LeavingWatch:
             manager, num_begun, earlier = before.get(handle.name, (plane.manager, 0, ends_at))
             is_continued = manager is not plane.manager and num_begun == operator.num_begun
             is_continued = is_continued and handle.name not in self._restarted
-            if is_continued and ends_at > earlier + _EXTENDED_S and not plane.scenario.autoscaled:
-                self._break(f"{handle.name} got {ends_at - earlier:.1f} s more by a new manager")
+            more_s = ends_at - max(now, earlier)
+            if is_continued and more_s > _EXTENDED_S and not plane.scenario.autoscaled:
+                self._break(f"{handle.name} got {more_s:.1f} s more by a new manager")
             self._deadlines[handle.name] = plane.manager, operator.num_begun, ends_at
 
     def _deadline(self, handle: EngineHandle, engine: SimEngine) -> float:

@@ -77,7 +77,8 @@ class Watch:
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
         """Requests that an engine has but no ingress waits for: how long it has computed since, and
         its number of steps at the last look."""
-        self._disturbances = Disturbances(plane, faults)
+        self._calm = Calm(plane, faults)
+        self._disturbances = Disturbances(plane, faults, self._calm)
         self.leaving: dict[Process, float] = {}
         """Engines that must leave, as the coordinator last knew, and since when."""
         self._hurried: set[Process] = set()
@@ -100,7 +101,6 @@ class Watch:
         plane.on_view.append(self._on_view)
         plane.on_leave.append(self._on_leave)
         plane.on_detach.append(self._on_detach)
-        self._calm = Calm(plane, faults)
         self._membership = MembershipWatch(plane, self, self._calm, self._break)
         self._knowledge = KnowledgeWatch(plane, self, self._calm, self._break)
         self._decisions = DecisionWatch(plane, self, self._calm, self._break)

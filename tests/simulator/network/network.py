@@ -9,6 +9,7 @@ the time of the next attempt of each.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,8 @@ class Network:
         self.delay_s = self.options.delay_s
         self.cuts: dict[Path, float] = {}
         """Directions in which nothing arrives, and since when."""
+        self._num_cuts: Counter[Path] = Counter()
+        """For each of these directions, the number of cuts that have not ended."""
         self.slow_hosts: dict[str, float] = {}
         """Seconds added to each packet to or from a host."""
         self.lossy_hosts: dict[str, int] = {}
@@ -222,8 +225,11 @@ class Network:
             self.kernel.soon(each.process, each.close, False)
 
     def cut(self, source: str, target: str) -> None:
-        """Blocks everything from one host to another one."""
-        if source == target or (source, target) in self.cuts:
+        """Blocks everything from one host to another one, until each of its cuts has ended."""
+        if source == target:
+            return
+        self._num_cuts[source, target] += 1
+        if (source, target) in self.cuts:
             return
         self.kernel.trace(f"cut {source}>{target}".encode())
         self.cuts[source, target] = self.kernel.now
@@ -232,12 +238,14 @@ class Network:
         self._changed()
 
     def heal(self, source: str, target: str) -> None:
-        """Ends a cut. Frames that it has held back arrive at TCP's next attempt, unless their side
-        has closed."""
-        since = self.cuts.pop((source, target), None)
-        if since is None:
+        """Ends one cut, if there is one. After the last one, frames that were held back arrive at
+        TCP's next attempt, unless their side has closed."""
+        if (source, target) not in self.cuts:
             return
-        kernel = self.kernel
+        self._num_cuts[source, target] -= 1
+        if self._num_cuts[source, target]:
+            return
+        kernel, since = self.kernel, self.cuts.pop((source, target))
         kernel.trace(f"healed {source}>{target}".encode())
         longest_s = min(kernel.now - since, _LONGEST_RETRANSMISSION_S)
         for side in self._directed(source, target):

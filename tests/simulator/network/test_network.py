@@ -108,6 +108,23 @@ def test_a_short_cut_delays_and_loses_nothing() -> None:
     assert not side.closed
 
 
+def test_a_direction_heals_with_its_last_cut() -> None:
+    world = EchoWorld(options=HEARTBEATS)
+    world.settle()
+    client = world.clients[0]
+    world.net.isolate("host1", ["host0"])
+    world.net.cut("host1", "host0")
+    world.net.reunite("host1", ["host0"])
+    assert world.net.cuts.keys() == {("host1", "host0")}
+    client.ask(1)
+    world.run(0.5)
+    assert world.numbers() == []
+    world.net.heal("host1", "host0")
+    world.net.heal("host1", "host0")
+    world.run(2.0)
+    assert world.numbers() == client.numbers() == [1] and world.net.cuts == {}
+
+
 def test_a_long_cut_ends_the_connection_separately_on_each_side() -> None:
     world = EchoWorld(options=HEARTBEATS)
     world.settle()

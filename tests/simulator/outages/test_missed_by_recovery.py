@@ -1,5 +1,5 @@
-"""A restarted coordinator does not hear an engine in time, because its connection delivers nothing.
-The engine joins again, and the others form a group with it."""
+"""A restarted coordinator does not hear an engine in time, because its connection delivers nothing,
+or delivers late what a cut has held back. The engine joins again."""
 
 from __future__ import annotations
 
@@ -14,3 +14,27 @@ def test_an_engine_missed_by_the_recovery_rejoins() -> None:
     assert run.judge().broken == []
     hit, *_ = run.faults.happened
     assert "black-hole sim-engine-0" in hit and "host0:20000" in hit, "the link to the coordinator"
+
+
+def test_an_engine_that_was_cut_off_until_the_recovery_rejoins() -> None:
+    """The engine learns only after the recovery that the earlier coordinator has terminated."""
+    faults = Fault("cut", 5.924415933411142, 2, 3.259828694138226), Fault("kill-control", 9.0079, 2)
+    scenario = Scenario(
+        seed=2326,
+        engines=3,
+        ingresses=3,
+        expert=False,
+        requests=(),
+        faults=faults,
+        control_host="host1",
+        step_s=SLOW_STEP_S,
+        rooms=(1, 1, 1),
+        prefill_engines=1,
+        slow_load_s=6.0,
+    )
+    run = Run(scenario)
+    ranks: list[list[int]] = []
+    run.plane.on_roster.append(lambda before, after, kept: ranks.append(after.ranks))
+    assert run.judge().broken == []
+    assert ranks[-2:] == [[0, 1], [0, 1, 2]]
+    assert len(run.plane.engines) == 3

@@ -124,11 +124,14 @@ class SimRayCluster:
         self.net.lose_host(host, self._others(host), processes)
 
     def restore_host(self, host: str, resources: Mapping[str, float]) -> None:
-        """Adds a lost host again, without processes, as a new node."""
-        self.lost_hosts.pop(host, None)
-        self.net.reunite(host, self._others(host))
+        """Adds a lost host again, without processes, as a new node. Does not add it while it is cut
+        off from the head for another reason."""
+        if host in self.lost_hosts:
+            del self.lost_hosts[host]
+            self.net.reunite(host, self._others(host))
         self.draining.pop(host, None)
-        self.set_resources(host, resources)
+        if not self.net.is_blocked(host, self.head):
+            self.set_resources(host, resources)
 
     def set_resources(self, host: str, resources: Mapping[str, float]) -> None:
         self.nodes[host] = dict(resources)

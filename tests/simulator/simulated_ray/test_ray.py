@@ -263,6 +263,23 @@ def test_actors_of_a_lost_host_die_and_the_coordinator_moves() -> None:
     hosts.run(work)
 
 
+def test_a_host_with_power_becomes_a_node_when_its_link_works() -> None:
+    hosts = RayHosts()
+
+    async def work() -> None:
+        cluster = hosts.cluster
+        cluster.lose_host("host2", list(cluster.processes.values()))
+        await asyncio.sleep(2 * OPTIONS.node_timeout_s)
+        hosts.isolate("host2")
+        cluster.restore_host("host2", {"CPU": 2.0})
+        assert hosts.net.is_blocked("host0", "host2") and "host2" not in cluster.nodes
+        hosts.reunite("host2")
+        cluster.restore_host("host2", {"CPU": 2.0})
+        assert not hosts.net.cuts and "host2" in cluster.nodes
+
+    hosts.run(work)
+
+
 def test_a_long_isolated_host_counts_as_dead_and_then_kills_its_processes() -> None:
     hosts = RayHosts()
 

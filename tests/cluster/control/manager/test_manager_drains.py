@@ -1,0 +1,63 @@
+"""Drains that something else delays: a change of the group, or the loss of the manager."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.coordinator import roster
+from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
+
+_GROUP_S = 10.0
+"""How long the change of the group takes."""
+
+
+def test_an_engine_that_gets_more_time_while_the_group_changes_keeps_it() -> None:
+    """The drain time of the engine ends during a change of the group, and an operator restarts it
+    before the change is complete."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.group_s = _GROUP_S
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.scale(3)
+        await asyncio.sleep(START_S + 1.0)
+        harness.manager.drain(1)
+        await asyncio.sleep(6.0)
+        assert harness.manager.phase == "commit" and harness.active == [0]
+        harness.coordinator.group_s = 0.0
+        harness.manager.drain(1)
+        await asyncio.sleep(4.0)
+        assert harness.active == [0, 2], "the group has changed"
+        assert harness.coordinator.roster.ranks == [0, 1, 2]
+        await asyncio.sleep(3.0)
+        assert harness.coordinator.roster.ranks == [0, 2]
+
+    run(scenario, data=2, drain_timeout_s=5)
+
+
+def test_a_drained_engine_leaves_although_its_manager_was_lost_while_it_terminated() -> None:
+    """The coordinator was lost, too. The next one lists the engine as active, as the engine
+    reports."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        placement = harness.placement
+        end = placement.end
+
+        async def hang(handle: EngineHandle) -> None:
+            await asyncio.sleep(1e6)
+
+        placement.end = hang  # type: ignore[method-assign]
+        harness.manager.drain(0)
+        await asyncio.sleep(5.0)
+        assert harness.coordinator.roster.ranks == [1] and sorted(placement.alive) == [0, 1]
+        await harness.lose_manager()
+        placement.end = end  # type: ignore[method-assign]
+        harness.coordinator.restart(1)
+        returned = [placement.alive[0].member]
+        harness.coordinator.roster = roster.join(harness.coordinator.roster, returned)
+        await harness.start()
+        assert harness.active == [1] and list(placement.alive) == [1]
+
+    run(scenario, data=2)
