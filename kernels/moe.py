@@ -11,36 +11,87 @@ adds the terms. Each term is computed by exactly one rank, so the sum over ranks
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
+import torch
 from torch import Tensor
 
 from swell.kernels import backends
 from swell.kernels.linear import Weight
 
+ALIGNMENT = 16
+"""Bytes to which the weights of experts are aligned on a GPU, which loads as many at once."""
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+
+class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
+    """Maps the experts of a layer that a rank holds to their weights: gate over up [2 * size,
+    hidden] and down [hidden, size], all of one type and each contiguous. A backend for GPUs finds
+    the weights by their addresses in the device's memory."""
+
+    def __init__(
+        self,
+        count: int,
+        device: torch.device,
+        weights: Mapping[int, tuple[Weight, Weight]] | None = None,
+    ) -> None:
+        """`count`: the number of experts of the layer, E; `weights`: those held at first."""
+        self._weights: dict[int, tuple[Weight, Weight]] = {}
+        # [2, E] int64: the address of an expert's two weights; 0: not held. The tensor is changed
+        # in place, because a captured step reads it.
+        self.addresses = torch.zeros(2, count, dtype=torch.int64, device=device)
+        self.update(weights or {})
+
+    def __getitem__(self, expert: int) -> tuple[Weight, Weight]:
+        return self._weights[expert]
+
+    def __setitem__(self, expert: int, weights: tuple[Weight, Weight]) -> None:
+        self._weights[expert] = weights
+        self._write_addresses(expert)
+
+    def __delitem__(self, expert: int) -> None:
+        del self._weights[expert]
+        self.addresses[:, expert] = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def refresh(self) -> None:
+        """Reads the addresses again, after the weights got other memory without other tensors."""
+        for expert in self._weights:
+            self._write_addresses(expert)
+
+    def _write_addresses(self, expert: int) -> None:
+        found = [weight.data.data_ptr() for weight in self._weights[expert]]
+        assert self.addresses.device.type == "cpu" or not any(at % ALIGNMENT for at in found)
+        self.addresses[:, expert] = torch.tensor(found, dtype=torch.int64)
+
+
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weights [T, k] float32, experts [T, k] int64), the largest first.
 
-    The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1.
-    Backends: reference.
+    The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1. Of
+    equal logits any may be chosen. slots [T] int64, or None: a token with the slot -1 is padding
+    (see `swell.kernels.inputs`), whose logits may be anything: its experts are -1 and its weights
+    0. Backends: reference, triton.
     """
-    return backends.get("moe", logits.device.type).route(logits, top_k, renormalize)
+    return backends.get("moe", logits.device.type).route(logits, top_k, renormalize, slots)
 
 
-def expert_outputs(
-    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Weight, Weight]], out: Tensor
-) -> None:
+def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor) -> None:
     """Sets out[t, j] = expert_{experts[t, j]}(x[t]) if that expert is in `weights`; otherwise
-    leaves it unchanged.
+    leaves it unchanged, as for -1.
 
-    x [T, hidden]; experts [T, k] int64; weights: expert -> (gate over up [2 * size, hidden], down
-    [hidden, size]); out [T, k, hidden], contiguous, changes in place. Each expert computes one
-    product (see `swell.kernels.linear.linear`) over the tokens that chose it, in their order; an
-    expert without tokens costs nothing. With packed weights, out[t] has the same bits regardless of
-    the other tokens; otherwise its rounding depends on how many tokens chose the same expert. It
-    never depends on other experts or their placement. The host reads how often each expert was
-    chosen, so each call waits once for the device. Backends: reference.
+    x [T, hidden]; experts [T, k] int64; out [T, k, hidden], contiguous, changes in place. Products
+    are those of `swell.kernels.linear.linear`, and an expert without tokens costs nothing. With
+    packed weights, out[t] has the same bits regardless of the other tokens. Otherwise its rounding
+    depends in `reference` on how many tokens chose the same expert, and in `triton` only on T. It
+    never depends on other experts or their placement. In `reference` the host reads how often each
+    expert was chosen, so each call waits once for the device. Backends: reference, triton.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 
@@ -49,6 +100,6 @@ def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
     """Computes sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] ->
     [T, hidden].
 
-    Computed in float32 and rounded once to the type of `outputs`. Backends: reference.
+    Computed in float32 and rounded once to the type of `outputs`. Backends: reference, triton.
     """
     return backends.get("moe", outputs.device.type).combine_experts(outputs, weights)

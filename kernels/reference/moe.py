@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from swell.kernels.activation import silu_and_mul
-from swell.kernels.linear import Weight, linear
+from swell.kernels.linear import linear
+from swell.kernels.moe import ExpertTable
 
 
-def route(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, top_k: int, renormalize: bool, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.moe.route`."""
     weights, experts = torch.topk(torch.softmax(logits.float(), dim=-1), top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if slots is not None:
+        is_padding = (slots < 0).unsqueeze(1)
+        weights = weights.masked_fill(is_padding, 0.0)
+        experts = experts.masked_fill(is_padding, -1)
     return weights, experts
 
 
-def expert_outputs(
-    x: Tensor, experts: Tensor, weights: Mapping[int, tuple[Weight, Weight]], out: Tensor
-) -> None:
+def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor) -> None:
     """See `swell.kernels.moe.expert_outputs`."""
     if not weights or not len(x):
         return
     chosen, rows = experts.flatten(), out.view(-1, out.shape[-1])
-    # The (token, choice) pairs, grouped by expert, in token order.
+    # The (token, choice) pairs, grouped by expert, in token order; those of padding come first.
     pairs = chosen.argsort(stable=True)
-    counts = torch.bincount(chosen, minlength=max(weights) + 1).tolist()
-    ends = list(accumulate(counts))
+    padding, *counts = torch.bincount(chosen + 1, minlength=max(weights) + 2).tolist()
+    ends = list(accumulate(counts, initial=padding))[1:]
     for expert, (gate_up, down) in sorted(weights.items()):
         if counts[expert]:
             mine = pairs[ends[expert] - counts[expert] : ends[expert]]

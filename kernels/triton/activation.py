@@ -21,7 +21,7 @@ BLOCK = 1024
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
     return x / (1.0 + tl.exp(-x))
 
 
@@ -50,7 +50,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `swell.kernels.activation.silu_and_mul`."""
     if gate_up.dtype not in TYPES:
         return reference.silu_and_mul(gate_up)
-    return _run(_silu, gate_up, gated=True)
+    return _run(silu, gate_up, gated=True)
 
 
 def gelu_and_mul(gate_up: Tensor) -> Tensor:

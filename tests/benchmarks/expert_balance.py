@@ -47,7 +47,7 @@ def make_layer(mesh: Mesh, skew: float) -> MoE:
     ]
     share = EXPERTS // ENGINES
     first = mesh.data.rank * share
-    layer.local_experts = {e: weights[e] for e in range(first, first + share)}
+    layer.local_experts.update({e: weights[e] for e in range(first, first + share)})
     pack_weights(layer)
     layer.load = torch.zeros(EXPERTS, dtype=torch.int64)
     return layer

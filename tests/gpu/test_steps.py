@@ -77,7 +77,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("offload", [0, 4_000_000])
 @pytest.mark.parametrize("drafts", ["none", "ngram"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_neox", "qwen3_moe"])
 def test_a_step_does_not_synchronize(
     family: str, drafts: str, offload: int, tmp_path: Path, waits: Waits
 ) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(backends.__file__).parent
 
 LEFT_BY_CPU = {"moe", "qkv"}
 """Operations that the backend cpu leaves to the reference."""
-LEFT_BY_TRITON = {"linear", "lora", "moe", "sample"}
+LEFT_BY_TRITON = {"linear", "lora", "sample"}
 """Operations that the backend triton leaves to the reference."""
 
 

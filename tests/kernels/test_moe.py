@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels.linear import linear, pack, panel
-from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.kernels.linear import Weight, linear, pack, panel
+from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
 
 pytestmark = pytest.mark.slow
 
@@ -43,9 +44,13 @@ def block(kind: str, dtype: torch.dtype, renormalize: bool = True) -> Any:
     return made.to(dtype).eval()
 
 
-def weights_of(made: Any) -> dict[int, tuple[Tensor, Tensor]]:
+def weights_of(made: Any) -> ExpertTable:
     both = zip(made.experts.gate_up_proj.data, made.experts.down_proj.data, strict=True)
-    return dict(enumerate(both))
+    return table_of(dict(enumerate(both)))
+
+
+def table_of(weights: Mapping[int, tuple[Weight, Weight]], count: int = EXPERTS) -> ExpertTable:
+    return ExpertTable(count, torch.device("cpu"), weights)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7, 50])
@@ -81,7 +86,7 @@ def test_parts_add_up_without_rounding(split: list[set[int]]) -> None:
     total = torch.zeros_like(whole)
     for held in split:
         part = torch.zeros_like(whole)
-        expert_outputs(x, experts, {expert: weights[expert] for expert in held}, part)
+        expert_outputs(x, experts, table_of({expert: weights[expert] for expert in held}), part)
         elsewhere = torch.tensor([[e not in held for e in row] for row in experts.tolist()])
         assert not part[elsewhere].any()
         total += part
@@ -103,8 +108,28 @@ def test_an_expert_without_tokens_is_not_computed() -> None:
         1: (nothing, torch.empty(HIDDEN, 0)),  # a product with this weight would have a shape error
     }
     out = torch.zeros(3, 1, HIDDEN)
-    expert_outputs(torch.ones(3, HIDDEN), torch.tensor([[0], [2], [0]]), weights, out)
+    experts = torch.tensor([[0], [2], [0]])
+    expert_outputs(torch.ones(3, HIDDEN), experts, table_of(weights), out)
     assert out[:, 0, 0].bool().tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), 3.0])
+def test_padded_tokens_choose_no_expert(poison: float) -> None:
+    """Other tokens have the results of a step without padding."""
+    weights = weights_of(block("mixtral", torch.float32))
+    x, logits = torch.randn(5, HIDDEN), torch.randn(5, EXPERTS)
+    real = torch.tensor([True, False, True, True, False])
+    x[~real] = logits[~real] = poison
+    slots = torch.where(real, torch.arange(5), -1)
+    routed, experts = route(logits, TOP_K, True, slots)
+    assert experts[~real].eq(-1).all() and routed[~real].eq(0).all()
+    outputs, plain = torch.full((5, TOP_K, HIDDEN), 9.0), torch.zeros(3, TOP_K, HIDDEN)
+    expert_outputs(x, experts, weights, outputs)
+    assert outputs[~real].eq(9).all()
+    wanted, chosen = route(logits[real], TOP_K, True)
+    expert_outputs(x[real], chosen, weights, plain)
+    assert torch.equal(experts[real], chosen) and torch.equal(routed[real], wanted)
+    assert torch.equal(outputs[real], plain)
 
 
 # ---------------------------------------------------------------- rows
@@ -152,10 +177,11 @@ def test_a_row_has_the_same_bits_in_any_batch(
         return torch.randn(*shape, generator=draw).to(dtype)
 
     x, router = normal(tokens, hidden), pack(normal(experts, hidden))
-    weights = {
+    packed = {
         expert: (pack(normal(2 * size, hidden)), pack(normal(hidden, size)))
         for expert in range(experts)
     }
+    weights = table_of(packed, experts)
     order = torch.randperm(tokens, generator=draw).tolist()
     some = sorted(order[: tokens // 2])
     whole = rows_of(x, router, weights, top_k, renormalize, list(range(tokens)))

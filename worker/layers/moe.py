@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from swell.kernels.linear import PackedTensor, Weight, pack, panel
-from swell.kernels.moe import combine_experts, expert_outputs, route
+from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import FeedForward
@@ -96,6 +96,23 @@ class ExpertTraits:
     """The names of gate, up and down in a checkpoint."""
 
 
+@dataclass
+class TokenSlots:
+    """The slots of the tokens of a padded step, shared by all layers of a model; padding has the
+    slot -1."""
+
+    of_all: torch.Tensor | None = None
+    """[T] int64; None: the step is not padded."""
+    of_sampled: torch.Tensor | None = None
+    """[S] int64, for the tokens with which the last layer continues."""
+
+    def among(self, rows: int) -> torch.Tensor | None:
+        """Returns the slots of `rows` tokens, T or S. If T = S, those of all tokens: then padding
+        among the sampled ones may have a slot, but no other token lacks one."""
+        of_all = self.of_all
+        return of_all if of_all is None or len(of_all) == rows else self.of_sampled
+
+
 class MoE(FeedForward, Packable):
     """A feed-forward block of experts. The router is on every rank; each expert, or each copy of
     it, is on one rank of `mesh.expert`."""
@@ -104,12 +121,13 @@ class MoE(FeedForward, Packable):
         super().__init__()
         self.hidden, self.traits, self.mesh = hidden, traits, mesh
         self.router = ReplicatedLinear(hidden, traits.count, bias=False)
-        self.local_experts: dict[int, Expert] = {}
-        """Expert -> its weights, for the experts that this rank holds."""
+        self.local_experts = ExpertTable(traits.count, mesh.device)
+        """The experts that this rank holds."""
+        self._slots = TokenSlots()
         self.owners: Sequence[Sequence[int]] | None = None
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
-        self._shares: list[dict[int, Expert]] = []
+        self._shares: list[ExpertTable] = []
         """[engines] the subset of `local_experts` that this rank computes for the engine's tokens;
         empty: all of them."""
         self.load: torch.Tensor | None = None
@@ -122,7 +140,8 @@ class MoE(FeedForward, Packable):
         """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even without
         tokens."""
         traits = self.traits
-        weights, choices = route(self.router(x), traits.top_k, traits.renormalize)
+        slots = self._slots.among(len(x))
+        weights, choices = route(self.router(x), traits.top_k, traits.renormalize, slots)
         if self._recorded is not None:
             self._recorded[: len(choices)] = choices
         if self.load is not None:
@@ -131,6 +150,10 @@ class MoE(FeedForward, Packable):
         if traits.round_weights:
             weights = weights.to(x.dtype)
         return combine_experts(self._outputs(x, choices), weights)
+
+    def read_slots(self, slots: TokenSlots) -> None:
+        """Uses the slots that `slots` has in each step from now on."""
+        self._slots = slots
 
     def record_choices(self, target: torch.Tensor) -> None:
         """Writes the choices of each step, [T, k], to the first rows of `target` [max_tokens, k]
@@ -148,12 +171,18 @@ class MoE(FeedForward, Packable):
 
     def share(self, owners: Sequence[Sequence[int]] | None) -> None:
         """Sets `owners`. This rank must hold the experts that it owns."""
-        here, held = self.mesh.expert.rank, self.local_experts.items()
+        here, device = self.mesh.expert.rank, self.mesh.device
+        held, count = self.local_experts.items(), self.traits.count
         self.owners = owners
         self._shares = [
-            {expert: weights for expert, weights in held if of_engine[expert] == here}
+            ExpertTable(count, device, {e: weights for e, weights in held if of_engine[e] == here})
             for of_engine in owners or ()
         ]
+
+    def refresh_addresses(self) -> None:
+        """Reads the addresses of the experts again, after their memory has moved."""
+        for table in (self.local_experts, *self._shares):
+            table.refresh()
 
     def make_expert(self) -> PlainExpert:
         """Returns uninitialized weights of one expert."""

@@ -30,6 +30,7 @@ class SleepingWeights:
             storage = tensor.untyped_storage()
             if storage.nbytes():
                 storages.setdefault(storage.data_ptr(), storage)
+        self._moe_layers = [layer for model in models for layer in moe_layers(model)]
         self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         for storage in storages.values():
             self._kept.append((storage, _copy_of(storage)))
@@ -45,6 +46,8 @@ class SleepingWeights:
         for storage, copy in self._kept:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
+        for layer in self._moe_layers:
+            layer.refresh_addresses()
         self._kept.clear()
 
 

@@ -306,8 +306,13 @@ def test_experts_sleep_too(tmp_path: Path) -> None:
         wanted = [tensor.clone() for tensor in tensors]
         sleeping = SleepingWeights(worker.model)
         assert len(tensors) > 8 and not any(t.untyped_storage().nbytes() for t in tensors)
+        taken = [torch.empty_like(tensor) for tensor in wanted]  # the memory of the experts
         sleeping.wake()
-        assert all(map(torch.equal, tensors, wanted))
+        assert taken and all(map(torch.equal, tensors, wanted))
+        for layer in moe_layers(worker.model):
+            for expert, weights in layer.local_experts.items():
+                addresses = [weight.data.data_ptr() for weight in weights]
+                assert layer.local_experts.addresses[:, expert].tolist() == addresses
     finally:
         worker.shutdown()
 

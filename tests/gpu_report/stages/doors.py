@@ -13,6 +13,7 @@ from torch import Tensor
 
 from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
+from swell.kernels.moe import ExpertTable
 from tests.gpu_report.scale import Figures, Scale
 
 Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
@@ -127,8 +128,9 @@ def _moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     x = to(_randn(7, 32))
     weights, experts = moe.route(to(_randn(7, 4)), 2, True)
     made = {e: (to(_randn(48, 32)), to(_randn(32, 24))) for e in range(4)}
+    table = ExpertTable(4, x.device, made)
     outputs = torch.zeros(7, 2, 32, dtype=x.dtype, device=x.device)
-    moe.expert_outputs(x, experts, made, outputs)
+    moe.expert_outputs(x, experts, table, outputs)
     return [weights, moe.combine_experts(outputs, weights.to(x.dtype))]
 
 

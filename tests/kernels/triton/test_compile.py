@@ -28,6 +28,7 @@ from tests.kernels.triton import (
     test_cache,
     test_inputs,
     test_logprobs,
+    test_moe,
     test_norm,
     test_penalties,
     test_qkv,
@@ -55,6 +56,7 @@ BUDGETS = {
     "cache": Budget(test_cache.launches, 0),
     "inputs": Budget(test_inputs.launches, 0),
     "logprobs": Budget(test_logprobs.launches, 4 << 10),
+    "moe": Budget(test_moe.launches, 110 << 10),
     "norm": Budget(test_norm.launches, 128),
     "penalties": Budget(test_penalties.launches, 4 << 10),
     "qkv": Budget(test_qkv.launches, 0),
@@ -120,6 +122,15 @@ def test_kernels_compile_within_their_budget(operation, dtype, compiled, tmp_pat
         arch = kernel.metadata.target.arch
         assert kernel.metadata.shared <= min(budget.shared_bytes, SHARED_BYTES[arch]), kernel.name
         assert spilled_bytes(kernel, tmp_path) == 0, kernel.name
+
+
+def test_weights_of_experts_are_copied_16_bytes_at_once(compiled):
+    """The compiler knows that the addresses in the table are aligned."""
+    for _ in test_moe.launches(torch.bfloat16):
+        pass
+    products = [kernel.asm["ptx"] for kernel in compiled if kernel.name == "_product"]
+    assert products and all("cp.async.cg.shared.global" in ptx for ptx in products)
+    assert not any("ld.global.b16" in ptx for ptx in products)
 
 
 def test_rotations_round_products_before_sums(compiled):

@@ -140,7 +140,7 @@ def test_choices_keep_their_type_next_to_small_types() -> None:
         layer = MoE(8, traits, mesh)
         materialize(layer, torch.device("cpu"), torch.bfloat16)
         layer.router.weight.copy_(router)
-        layer.local_experts = {expert: weights[expert] for expert in held}
+        layer.local_experts.update({expert: weights[expert] for expert in held})
         return layer(inputs[rank])
 
     def work(rank: int) -> torch.Tensor:
