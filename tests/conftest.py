@@ -16,6 +16,7 @@ from swell.configs.runtime import process
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.sharing import pytest_ignore_collect as pytest_ignore_collect
+from tests.sharing import pytest_make_collect_report as pytest_make_collect_report
 from tests.sharing import pytest_runtest_setup as pytest_runtest_setup
 from tests.sharing import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler
 from tests.slowest_files import pytest_addoption as pytest_addoption

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,13 @@ STARTS_NONE = {
     "tests/faults/test_hosts.py": "hosts without Ray",
     "tests/test_reliability_page.py": "Ray's constants",
 }
+NOTES_ITS_IMPORT = """
+import os
+with open("imported." + os.environ["PYTEST_XDIST_WORKER"], "a") as file:
+    file.write("{name}")
+def test_of_a_file(): pass
+def test_a(): pass
+"""
 TWO_THREADS = """
 import contextlib, os, pathlib, threading
 from tests import sharing
@@ -72,6 +80,25 @@ def test_ray_comes_first_and_then_the_long_files() -> None:
         *ids,
         "tests/test_new.py::test_a",
     ]
+
+
+def test_each_process_begins_to_collect_at_another_place(tmp_path: Path) -> None:
+    """Two processes import four files, the second one beginning at the third, and then agree on the
+    order of the tests. Otherwise xdist would end the run with an error."""
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"test_{name}.py").write_text(NOTES_ITS_IMPORT.format(name=name))
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n2", "-p", "tests.sharing", "--rootdir", tmp_path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0 and "8 passed" in run.stdout, run.stdout + run.stderr
+    assert (tmp_path / "imported.gw0").read_text() == "abcd"
+    assert (tmp_path / "imported.gw1").read_text() == "cdab"
 
 
 @pytest.mark.parametrize(
