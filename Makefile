@@ -16,7 +16,7 @@ TRITON := .venv-triton
 # takes each of their processes 20 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton triton-interpreted triton-compiled judges zoo fault-matrix bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -34,9 +34,14 @@ demo: setup
 # In three processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
 # wait, and the others have the rest (tests/sharing.py). PROCESSES=0: one after another. The first of them that is lost
 # ends the run, with the name of its test: a process that replaced it would begin with that test again.
+#
+# Before them, the other checks in two processes at a time, because each of them uses one core. The output of a check
+# appears when it ends; make before 4.0 mixes their lines.
 PROCESSES ?= 3
 SHARED = -n $(PROCESSES) --max-worker-restart 0
-test: setup lint typecheck test-triton
+CHECKS = typecheck lint triton-interpreted triton-compiled
+test: setup $(TRITON)/.installed
+	$(MAKE) -j 2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) $(CHECKS)
 	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow_variants"
 
 # The full grids, of which `make test` runs a part.
@@ -88,10 +93,15 @@ test-gpu:
 	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) -m "not slow_variants" tests/gpu $(ENGINES)
 
 # The kernels for GPUs without a GPU: in Triton's interpreter, and compiled for three generations of GPUs. Two minutes of
-# one core. In an environment of its own (740 MB), with the torch and the pytest of $(VENV).
-test-triton: setup $(TRITON)/.installed
-	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest -n 2 --max-worker-restart 0 tests/kernels/triton
-	$(TRITON)/bin/python -m pytest -n 2 --max-worker-restart 0 tests/kernels/triton
+# one core; `make -j 2 test-triton` uses two. In an environment of its own (740 MB), with the torch and the pytest of
+# $(VENV).
+test-triton: triton-interpreted triton-compiled
+
+triton-interpreted: setup $(TRITON)/.installed
+	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/kernels/triton
+
+triton-compiled: setup $(TRITON)/.installed
+	$(TRITON)/bin/python -m pytest tests/kernels/triton
 
 PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(TRITON)/.installed: tests/kernels/triton/requirements.txt $(STAMP)
