@@ -76,7 +76,11 @@ def _same_random_numbers(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     seeds = random.Random(name)
     random.seed(name)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(seeds.getrandbits(63))
+        seed = seeds.getrandbits(63)
+        torch.default_generator.manual_seed(seed)
+        # Not `torch.manual_seed`: without CUDA it stores three stack traces of some ms, for later.
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
     monkeypatch.setattr(
         sampling_params, "random_seed", lambda: seeds.getrandbits(sampling_params.SEED_BITS)
     )
