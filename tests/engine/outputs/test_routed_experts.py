@@ -58,12 +58,18 @@ class Model:
             folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self.top_k = self._model.config.num_experts_per_tok
+        self._router_logits: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.no_grad()
-    def router_logits(self, token_ids: list[int]) -> np.ndarray:
-        """Returns [tokens, layers with experts, experts]."""
-        found = self._model(torch.tensor([token_ids]), output_router_logits=True)
-        return torch.stack([layer.view(len(token_ids), -1) for layer in found.router_logits], 1)
+    def router_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Returns [tokens, layers with experts, experts]. Computes them once for each list of
+        tokens, because most answers are the same over every axis."""
+        key = tuple(token_ids)
+        if key not in self._router_logits:
+            found = self._model(torch.tensor([token_ids]), output_router_logits=True)
+            layers = [layer.view(len(token_ids), -1) for layer in found.router_logits]
+            self._router_logits[key] = torch.stack(layers, 1)
+        return self._router_logits[key]
 
     def check(self, table: RoutedExpertsTable | None, token_ids: list[int]) -> None:
         """Checks the table against transformers; `token_ids` are those of prompt and answer."""
