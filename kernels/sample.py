@@ -17,7 +17,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
 
     53 bits of mix(mix(seed + g) + (position + 1) * g), where mix is the finalizer and g the
     increment of SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195; constants as in
-    https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu.
+    https://prng.di.unimi.it/splitmix64.c). Backends: reference, cpu, triton.
     """
     return backends.get("sample", seeds.device.type).uniform_noise(seeds, positions)
 
@@ -26,7 +26,7 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     """logits [N, V] -> the most likely tokens [N] int64, and their logits [N] float32.
 
     If one of a row's logits is NaN, so is the returned logit, and the token is undefined. Backends:
-    reference, cpu.
+    reference, cpu, triton.
     """
     return backends.get("sample", logits.device.type).greedy_sample(logits)
 
@@ -59,7 +59,7 @@ def sample_tokens(
     first above the target.
 
     `any_top_k_or_p`: whether a row of the batch uses top_k or top_p; if False, nothing is sorted.
-    The caller knows it without reading the device. Backends: reference, cpu.
+    The caller knows it without reading the device. Backends: reference, cpu, triton.
     """
     return backends.get("sample", logits.device.type).sample_tokens(
         logits,

@@ -5,8 +5,7 @@
                   |                       one, and its best keys
               one program for the row     merges them, in the order of the splits
 
-A key orders tokens by logit, and equal logits by token id, the lower one first. Keys are distinct,
-so the largest key below the last one is the next most likely token.
+Keys are distinct, so the largest key below the last one is that of the next most likely token.
 """
 
 from __future__ import annotations
@@ -18,31 +17,12 @@ from torch import Tensor
 
 from swell.kernels.logprobs import LogprobsTensors
 from swell.kernels.reference import logprobs as reference
+from swell.kernels.triton.keys import NO_KEY, key_of, token_of
 
 BLOCK = 4096
 """Tokens of a split."""
 MOST_TOP = 32
 """The most tokens that the kernels rank; the reference ranks more."""
-
-NO_KEY = tl.constexpr(-(1 << 63))
-"""A key below those of all tokens."""
-
-
-@triton.jit
-def key_of(logit, token):
-    """Returns the int64 key of a token: the order of the logit above the inverse of the token. NaN
-    is above all other logits; 0 and -0 are equal."""
-    logit = tl.where(logit == 0, 0.0, logit)
-    bits = logit.to(tl.int32, bitcast=True)
-    order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    order = tl.where(logit != logit, 0x7FFFFFFF, order)
-    return (order.to(tl.int64) << 32) | (0xFFFFFFFF - token.to(tl.int64))
-
-
-@triton.jit
-def token_of(key):
-    """Returns the token of a key."""
-    return 0xFFFFFFFF - (key & 0xFFFFFFFF)
 
 
 @triton.jit

@@ -33,6 +33,7 @@ from tests.kernels.triton import (
     test_penalties,
     test_qkv,
     test_rope,
+    test_sample,
 )
 from tests.kernels.triton.oracle import TYPES
 
@@ -61,6 +62,7 @@ BUDGETS = {
     "penalties": Budget(test_penalties.launches, 4 << 10),
     "qkv": Budget(test_qkv.launches, 0),
     "rope": Budget(test_rope.launches, 0),
+    "sample": Budget(test_sample.launches, 16 << 10),
 }
 """Operation -> its budget."""
 
