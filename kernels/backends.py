@@ -13,6 +13,8 @@ import importlib.util
 from functools import cache
 from types import ModuleType
 
+import torch
+
 BACKENDS: dict[str, tuple[str, ...]] = {
     # device type -> backends, the fastest first
     "cpu": ("cpu", "reference"),
@@ -72,6 +74,9 @@ def get(operation: str, device: str) -> ModuleType:
 
 
 def prepare(device: str) -> None:
-    """Loads every operation before the first request needs it, and compiles it if needed."""
+    """Loads every operation before the first request needs it, and compiles it if needed. Lets
+    torch's products of 16-bit types add in float32, which `kernels/linear.py` promises."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     for operation in OPERATIONS:
         get(operation, device)

@@ -54,6 +54,29 @@ def test_every_backend_file_has_an_interface():
         assert operations == set(backends.OPERATIONS) - lacks
 
 
+@pytest.fixture
+def sums_of_products():
+    """Yields a function to the settings by which cuBLAS may add in 16 bits. At first both are on,
+    which is torch's default; after the test they are as before."""
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{name}_reduced_precision_reduction" for name in ("bf16", "fp16")]
+    before = [getattr(matmul, name) for name in names]
+    for name in names:
+        setattr(matmul, name, True)
+    yield lambda: [name for name in names if getattr(matmul, name)]
+    for name, value in zip(names, before, strict=True):
+        setattr(matmul, name, value)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_prepared_backends_add_in_float32(monkeypatch, sums_of_products, device):
+    """`kernels/linear.py` promises such sums."""
+    assert len(sums_of_products()) == 2
+    monkeypatch.setattr(backends, "OPERATIONS", ())
+    backends.prepare(device)
+    assert sums_of_products() == []
+
+
 def test_an_unknown_device_uses_the_reference():
     assert backends.get("norm", "xpu").__name__ == "swell.kernels.reference.norm"
 

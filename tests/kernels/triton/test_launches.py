@@ -11,8 +11,10 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from swell.engine.wire import EngineCoreRequest
 from swell.kernels import backends
 from swell.worker.runner import ModelRunner
+from swell.worker.sampler_wire import SamplerParams
 from tests.engine.outputs.test_token_exact import Engine
 from tests.worker import tiny_models
 
@@ -24,6 +26,8 @@ MOST = {"qwen3": 10 * LAYERS + 20, "qwen3_moe": 16 * LAYERS + 20}
 two of attention, the activation), 16 for each layer with experts (instead of two products and the
 activation nine: the router, six of `moe`, rounding the weights, filling outputs with zeros), and 20
 for the inputs, the head and the sampler."""
+EVERY_KERNEL = SamplerParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, seed=7)
+"""A request for which each kernel of the sampler is launched."""
 WITHOUT_LAUNCH = {
     *("alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand"),
     *("lift_fresh", "new_empty", "permute", "select", "slice", "split", "split_with_sizes"),
@@ -62,8 +66,10 @@ class Launches(TorchDispatchMode):
         return result.zero_() if "empty" in name else result
 
 
-@pytest.mark.parametrize("kind", MOST)
-def test_a_decode_step_of_28_layers(kind, column, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "params"), [*((kind, SamplerParams()) for kind in MOST), ("qwen3", EVERY_KERNEL)]
+)
+def test_a_decode_step_of_28_layers(kind, params, column, monkeypatch, tmp_path):
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 32}
     monkeypatch.setattr(tiny_models, "SIZES", {**tiny_models.SIZES, **sizes})
     tiny_models.make(tmp_path, kind)
@@ -77,7 +83,8 @@ def test_a_decode_step_of_28_layers(kind, column, monkeypatch, tmp_path):
 
     monkeypatch.setattr(ModelRunner, "execute_model", counted)
     with Engine(tmp_path, model__enforce_eager=True) as engine:
-        engine.greedy([[5, 6]])  # ends with a decode step
+        # The last step is a decode step.
+        engine.answer([EngineCoreRequest("0", [5, 6], params, max_tokens=3)])
     per_layer = sum(name.startswith("triton") for name in launches.found) / LAYERS
     assert per_layer >= 5, "the kernels of this column compute the step"
     assert len(launches.found) <= MOST[kind], Counter(launches.found)
