@@ -84,6 +84,9 @@ OF_LIBRARIES = {
         *("handshake_ivl", "maxmsgsize", "linger", "sndhwm", "rcvhwm", "router_handover"),
         *("identity", "heartbeat_ivl", "heartbeat_timeout", "tcp_maxrt", "connect_timeout"),
     },
+    "kernels/backends.py": {
+        *("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"),
+    },
     "kernels/cpu/*": {"argtypes", "restype", "calls", "count"},
     "worker/comm/*": {"rootRank", "asyncOp", "blocking", "_timeout", "_threads", "_devices"},
     "worker/drafting/mtp_model.py": {"num_hidden_layers"},
