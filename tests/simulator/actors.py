@@ -320,6 +320,11 @@ class SimEngine:
             raise RuntimeError("it has terminated")
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether a manager has told it to stop. Its process lives until it is killed."""
+        return self._stopping
+
+    @property
     def has_work(self) -> bool:
         """Whether the engine has requests, even unread ones, or must step with its peers."""
         return self.server is not None and self.server.core.has_work

@@ -10,7 +10,7 @@ import pytest
 from swell.coordinator.roster import Roster
 from tests.simulator.actors import SimEngine
 from tests.simulator.laws.laws import Run
-from tests.simulator.scenario import Operation, Request, Scenario
+from tests.simulator.scenario import SLOW_STEP_S, AtMessage, Fault, Operation, Request, Scenario
 
 _GROWS_AT_S = 4.7
 """Another engine is wanted when the drain is over."""
@@ -40,3 +40,28 @@ def test_the_next_manager_does_not_adopt_a_stopped_engine(monkeypatch: pytest.Mo
     plane.on_roster.append(on_roster)
     assert run.judge().broken == []
     assert stopped and not back
+
+
+def test_the_next_coordinator_may_list_a_stopping_engine() -> None:
+    """The manager cancels the start of the engine, and is lost with the coordinator before it kills
+    the process. The engine introduces itself to the next coordinator, and then stops."""
+    faults = (
+        Fault("slow-calls", 8.327734876930919, 4, 10.771840376908202),
+        Fault("kill-control", 11.34, 10, trigger=AtMessage("kv_put", 1)),
+    )
+    scales = (3.8017298784881817, 2), (5.14, 4), (9.087601769159534, 4), (12.537276745829462, 2)
+    scenario = Scenario(
+        seed=2699,
+        engines=3,
+        ingresses=3,
+        expert=True,
+        requests=(),
+        faults=faults,
+        operations=tuple(Operation(at, "scale", number) for at, number in scales),
+        control_host="host1",
+        step_s=SLOW_STEP_S,
+        rooms=(0, 3, 3),
+        prefill_engines=1,
+        slow_load_s=6.0,
+    )
+    assert Run(scenario).judge().broken == []

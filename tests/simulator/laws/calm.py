@@ -70,16 +70,18 @@ class Calm:
             return False
         if self._faults.are_severed(one, other):
             return False
-        return not self._plane.net.is_blocked(one.host, other.host) and not self.is_late(one, other)
+        return not self.is_late(one, other)
 
     def is_late(self, one: Process, other: Process) -> bool:
         """Returns whether packets between two processes may be late: some were held back by a cut,
-        also by one that has ended, or were slow or lost."""
-        now, hosts = self._kernel.now, frozenset((one.host, other.host))
+        or were slow or lost, also if this is over."""
+        now, hosts, net = self._kernel.now, frozenset((one.host, other.host)), self._plane.net
         if len(hosts) == 1:
             return False
-        is_held_back = self._cut_until.get(hosts, 0.0) > now
-        return is_held_back or any(self._late_until.get(host, 0.0) > now for host in hosts)
+        if net.is_blocked(one.host, other.host) or self._cut_until.get(hosts, 0.0) > now:
+            return True
+        is_disturbed = not hosts.isdisjoint([*net.slow_hosts, *net.lossy_hosts])
+        return is_disturbed or any(self._late_until.get(host, 0.0) > now for host in hosts)
 
     def were_reset(self, one: Process, other: Process) -> bool:
         """Returns whether messages between two processes may have been lost with their connection,

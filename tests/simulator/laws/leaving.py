@@ -88,7 +88,8 @@ class LeavingWatch:
         coordinator = self._plane.coordinator
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
-                self._kept[member.incarnation] = self._decided.get(member.incarnation)
+                reason = self._reason_to_leave()
+                self._kept[member.incarnation] = self._decided.pop(member.incarnation, reason)
                 if leaves(member):
                     self._break(f"engine {member.rank} is kept, and leaves")
 

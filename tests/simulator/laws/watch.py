@@ -395,17 +395,19 @@ class Watch:
                 self.leaving.setdefault(engine.process, self._kernel.now)
 
     def _look_at_times_to_finish(self, ranks: list[int]) -> None:
-        net = self._plane.net
-        if self._plane.operator.paused is not False or net.slow_hosts or net.lossy_hosts:
+        if self._plane.operator.paused is not False:
             return
-        hosts, home = [i.process.host for i in self._plane.ingresses], self._plane.coordinators[-1]
-        if any(net.is_blocked(host, home[0].host) for host in hosts):
+        ingresses = [ingress.process for ingress in self._plane.ingresses]
+        coordinator, _ = self._plane.coordinators[-1]
+        if any(self._calm.is_late(each, coordinator) for each in ingresses):
             return  # an ingress that does not know that the engine leaves still sends requests
         for engine in self._plane.living_engines:
             if engine.rank not in ranks or engine.server is None:
                 continue
             if self._disturbances.is_disturbed(engine):
                 continue
+            if any(self._calm.is_late(each, engine.process) for each in ingresses):
+                continue  # a request that is in flight for long may arrive now
             if engine.process in self._hurried or engine.process.host in self._plane.ray.draining:
                 continue  # it has only the time that its host has
             since = self.leaving.get(engine.process, self._kernel.now)
