@@ -25,6 +25,11 @@ LEFT_BY_CPU = {"moe", "qkv"}
 """Operations that the backend cpu leaves to the reference."""
 LEFT_BY_TRITON = {"linear", "lora"}
 """Operations that the backend triton leaves to the reference."""
+GPU_WITHOUT_COMPILER = (
+    "torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: (9, 0)\n"
+    "os.environ.update(PATH='', CC='')"
+)
+"""Lets a process have a GPU, and no compiler with which Triton could launch kernels."""
 HELPERS = {"arena", "build", "filters", "graph", "keys", "padding"}
 """Files of backends that implement no operation."""
 
@@ -82,14 +87,21 @@ def test_an_unknown_device_uses_the_reference():
 
 
 @pytest.mark.parametrize(
-    ("triton", "reason"),
-    [("None", "install triton"), ("types.SimpleNamespace(__version__='3.5.1')", "triton is 3.5.1")],
+    ("triton", "machine", "reason"),
+    [
+        ("None", "", "install triton"),
+        ("types.SimpleNamespace(__version__='3.5.1')", "", "triton is 3.5.1"),
+        ("types.SimpleNamespace(__version__='3.6.0')", GPU_WITHOUT_COMPILER, "no C compiler"),
+    ],
 )
-def test_without_a_fitting_triton_one_line_is_logged_and_the_reference_is_used(triton, reason):
+def test_without_what_triton_needs_one_line_is_logged_and_the_reference_is_used(
+    triton, machine, reason
+):
     program = (
-        "import logging, sys, types; logging.basicConfig(format='LOG %(message)s')\n"
+        "import logging, os, sys, types, torch; logging.basicConfig(format='LOG %(message)s')\n"
         "from swell.kernels import backends, norm\n"
         f"sys.modules['triton'] = {triton}\n"
+        f"{machine}\n"
         "for name in backends.OPERATIONS:\n"
         "    print(backends.get(name, 'cuda').__name__)\n"
     )

@@ -276,6 +276,22 @@ def gpu(survey: Survey) -> list[Finding]:
     return _each(survey, "gpu", verdict, shown)
 
 
+def gpu_compiler(survey: Survey) -> list[Finding]:
+    """Check the C compiler of hosts with GPUs, where Triton compiles what launches a kernel."""
+
+    def verdict(_host: str, facts: HostFacts) -> Verdict | None:
+        if facts.torch.gpus and facts.c_compiler is None:
+            return Verdict("no gcc or clang that runs", "a C compiler")
+        return None
+
+    return _each(
+        survey,
+        "gpu-compiler",
+        verdict,
+        lambda facts: facts.c_compiler or "" if facts.torch.gpus else "no GPU: skipped",
+    )
+
+
 def gpu_versions(survey: Survey) -> list[Finding]:
     """Check versions on hosts that report them: `gpu` reports the other hosts."""
     drivers = {

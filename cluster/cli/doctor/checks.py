@@ -131,6 +131,12 @@ CHECKS: dict[str, Check] = {
         "run nvidia-smi on that host: load the driver, install a torch that is built for its CUDA "
         "version, or correct --num-gpus of ray start",
     ),
+    "gpu-compiler": Check(
+        "Is there a C compiler where engines use GPUs?",
+        "warning",
+        "install gcc (apt install gcc), or set CC: Triton needs it to launch the GPU kernels; "
+        "without it torch computes, with some 25 times as many kernel launches",
+    ),
     "gpu-versions": Check(
         "Are driver, CUDA, NCCL and torch's build the same on all hosts with GPUs?",
         "error",

@@ -52,6 +52,7 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
     check_hosts.home,
     check_hosts.open_files,
     check_hosts.gpu,
+    check_hosts.gpu_compiler,
     check_hosts.gpu_versions,
     check_hosts.gpu_models,
     check_hosts.gpu_errors,

@@ -133,7 +133,7 @@ class HostFacts(StartFacts, frozen=True):
     torch: TorchFacts
     gpus: GpuFacts
     compiler: str | None
-    """The path and version of the compiler; None: there is none that runs."""
+    """The path and version of the C++ compiler; None: there is none that runs."""
     cores: int
     shm: DiskFacts | None
     disks: tuple[DiskFacts, ...]
@@ -142,6 +142,9 @@ class HostFacts(StartFacts, frozen=True):
     model_error: str | None
     files: dict[str, FileFacts]
     """Files of the model and adapters by name, and files that the configuration names by key."""
+    c_compiler: str | None = ""
+    """The path and version of the C compiler; None: there is none that runs; empty: the host has an
+    older release."""
     cpu: CpuFacts | None = None
     """The source of `cores`; None: the host has an older release."""
     memory: MemoryFacts | None = None

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -91,6 +91,7 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
         torch=collect_torch(request.timeout_s * _TORCH_PART),
         gpus=collect_gpus(request.timeout_s * _SMI_PART),
         compiler=find_compiler(request.timeout_s * _COMPILER_PART),
+        c_compiler=find_c_compiler(request.timeout_s * _COMPILER_PART),
         cores=available_cores(),
         cpu=_cpu(),
         memory=_memory(),
@@ -196,13 +197,25 @@ def _number(cell: str) -> int | None:
 def find_compiler(timeout_s: float) -> str | None:
     """Returns the path and version of the C++ compiler; None: there is none that runs."""
     names = (os.environ.get("CXX"), "g++", "c++")
+    return _run_compiler(names, ["-dumpfullversion", "-dumpversion"], timeout_s)
+
+
+def find_c_compiler(timeout_s: float) -> str | None:
+    """Returns the path and version of the C compiler that Triton selects; None: there is none that
+    runs."""
+    return _run_compiler((os.environ.get("CC"), "gcc", "clang"), ["-dumpversion"], timeout_s)
+
+
+def _run_compiler(
+    names: Sequence[str | None], options: Sequence[str], timeout_s: float
+) -> str | None:
+    """Returns the path of the first compiler that is installed, and the version that it prints."""
     found = next((path for name in names if name and (path := shutil.which(name))), None)
     if found is None:
         return None
-    command = [found, "-dumpfullversion", "-dumpversion"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=timeout_s
+            [found, *options], capture_output=True, text=True, check=False, timeout=timeout_s
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

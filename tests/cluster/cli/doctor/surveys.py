@@ -57,6 +57,7 @@ def facts(**fields: Any) -> HostFacts:
         torch=TorchFacts(version="2.13.0+cpu"),
         gpus=GpuFacts(),
         compiler="/usr/bin/g++ 12.2.0",
+        c_compiler="/usr/bin/gcc 12",
         cores=8,
         cpu=CpuFacts(affinity=8),
         memory=MemoryFacts(total_bytes=64 * GIB, free_bytes=48 * GIB),

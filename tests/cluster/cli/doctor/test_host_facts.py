@@ -6,13 +6,19 @@ import os
 import platform
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from swell.cluster.cli.doctor.facts import HostFacts, HostRequest
 from swell.cluster.cli.doctor.probes import host_facts
-from swell.cluster.cli.doctor.probes.host_facts import collect, collect_torch, find_compiler
+from swell.cluster.cli.doctor.probes.host_facts import (
+    collect,
+    collect_torch,
+    find_c_compiler,
+    find_compiler,
+)
 from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config, load
 
@@ -102,12 +108,20 @@ def test_a_broken_torch_is_reported(
     assert collect_torch(0.3 if "sleep" in probe else 30.0).error == error
 
 
-def test_a_broken_compiler_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("find", "name"), [(find_compiler, "g++"), (find_c_compiler, "gcc")])
+def test_a_broken_compiler_is_reported(
+    find: Callable[[float], str | None],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_compiler(10.0) is None
-    compiler = tmp_path / "g++"
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    assert find(10.0) is None
+    compiler = tmp_path / name
     compiler.write_text(f"#!{sys.executable}\nprint('13.1.0')\n")
     compiler.chmod(0o755)
-    assert find_compiler(10.0) == f"{compiler} 13.1.0"
+    assert find(10.0) == f"{compiler} 13.1.0"
     compiler.write_text(f"#!{sys.executable}\nraise SystemExit(1)\n")
-    assert find_compiler(10.0) is None
+    assert find(10.0) is None
