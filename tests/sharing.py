@@ -7,7 +7,7 @@ waits while the others compute with a low priority, which does not slow down the
 
 Each process collects all tests, and each begins at another place, so that each compiles a part of
 the files and reads the others, compiled, from the cache. Compiling all of them, with rewritten
-assertions, takes a minute.
+assertions, takes 13 s of processor time.
 """
 
 from __future__ import annotations
