@@ -328,15 +328,23 @@ class CoordinatorService:
             self._keep(hello.manager_state)
         self._epoch_seen = max(self._epoch_seen, hello.roster_epoch)
         if self._recovering:
-            if not self._hellos:
-                heard_s, has_moved = self._recovery.read(now), self._has_moved
-                self._recovery_s = recovery_s(self._config, heard_s, has_moved=has_moved)
+            self._time_recovery(hello, now)
             self._hellos[hello.member.rank] = hello
         self._send_heartbeat_if_due(peer, now)
         for command in self._unsent.pop(hello.member.incarnation, []):
             self._inbox.send(peer, command)
         if not self._recovering:
             self._send(self._state_machine.introduced(hello, now))
+
+    def _time_recovery(self, hello: EngineHello, now: float) -> None:
+        """Sets how long the coordinator listens, at the message of the first engine that had a
+        predecessor. At another address, a newcomer tells nothing about the others: it knew this
+        address from its start, and they must first look for it."""
+        is_newcomer, has_moved = not hello.roster_epoch, self._has_moved
+        if (is_newcomer and has_moved) or any(each.roster_epoch for each in self._hellos.values()):
+            return
+        heard_s = self._recovery.read(now)
+        self._recovery_s = recovery_s(self._config, heard_s, has_moved=has_moved)
 
     def _heartbeat(self) -> CoordinatorHeartbeat:
         roster = self._state_machine.roster

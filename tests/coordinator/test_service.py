@@ -56,6 +56,13 @@ def service() -> Iterator[CoordinatorService]:
     assert "swell-coordinator" not in [thread.name for thread in threading.enumerate()]
 
 
+def wait_until(service: CoordinatorService, is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        service.probe()
+
+
 class Subscriber:
     """An ingress without engines, which tracks the view of the cluster."""
 
@@ -237,22 +244,16 @@ def test_a_coordinator_forgets_engines_that_are_gone() -> None:
     engine: Outlet[EngineCommand] = Outlet(service.address, EngineCommand, service.keys)
     stays, goes, unheard = member(0, incarnation=1), member(1, incarnation=2), member(2)
 
-    def wait_until(is_so: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SOON_S
-        while not is_so():
-            assert time.monotonic() < deadline
-            service.view()
-
     try:
         for each in (stays, goes):
             engine.send(EngineHello(each))
         service.join([stays, unheard], SOON_S)
-        wait_until(lambda: service._peers.keys() == {1, 2})
+        wait_until(service, lambda: service._peers.keys() == {1, 2})
         service.pause(ManagerId())
         assert service._unsent.keys() == {unheard.incarnation}
         service.remove_failed([unheard.rank])
         runtime.jumped_s += 100.0
-        wait_until(lambda: service._peers.keys() == {1} and not service._unsent)
+        wait_until(service, lambda: service._peers.keys() == {1} and not service._unsent)
     finally:
         engine.close()
         service.stop()
@@ -622,6 +623,27 @@ def test_a_coordinator_on_another_host_listens_until_its_peers_detected_the_loss
         assert moved._recovery_s < CONFIG.stall_timeout_s / 2, "it was found: all look for it"
         engine.close()
     finally:
+        moved.stop()
+
+
+def test_a_newcomer_does_not_shorten_the_search_of_the_others() -> None:
+    """It has the new address from its start. Engines of the predecessor look for that address only
+    once they have noticed its silence, and must still be heard."""
+    elsewhere = CoordinatorEndpoint(make_keys(), host="127.0.0.1")
+    moved = CoordinatorService(CONFIG, endpoint=elsewhere, recover=True)
+    engines: list[Outlet[EngineCommand]] = [
+        Outlet(moved.address, EngineCommand, moved.keys) for _ in range(2)
+    ]
+    try:
+        engines[0].send(EngineHello(member(1)))
+        wait_until(moved, lambda: 1 in moved._hellos)
+        assert moved._recovery_s > CONFIG.stall_timeout_s
+        engines[1].send(EngineHello(member(0), roster_epoch=5))
+        assert moved.view().roster.ranks == [0, 1]
+        assert moved._recovery_s < CONFIG.stall_timeout_s / 2, "it was found: all look for it"
+    finally:
+        for engine in engines:
+            engine.close()
         moved.stop()
 
 
