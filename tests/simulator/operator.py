@@ -38,7 +38,7 @@ class Operator:
         self._waiting: deque[Operation] = deque()
         self._attempts = 0
         for operation in plane.scenario.operations:
-            self._kernel.at(operation.at, WORLD, self._add, operation)
+            self._kernel.at(operation.at, WORLD, self._arm, operation)
 
     @property
     def possible_targets(self) -> set[int]:
@@ -57,6 +57,13 @@ class Operator:
 
     def on_shrink(self) -> None:
         self.shrunk_at = self._kernel.now
+
+    def _arm(self, operation: Operation) -> None:
+        if operation.trigger is None:
+            self._add(operation)
+            return
+        trigger = operation.trigger
+        self._plane.net.aim(trigger.kind, trigger.count, lambda side: self._add(operation))
 
     def _add(self, operation: Operation) -> None:
         self._waiting.append(operation)

@@ -82,6 +82,8 @@ class Operation:
     argument: int = 0
     """scale: number of engines; drain: rank; upgrade, update_weights and redeploy: number of the
     weights; pause: sleep level of the engines."""
+    trigger: AtMessage | None = None
+    """It is requested at this message after `at`; never, if that is not sent."""
 
 
 @dataclass(frozen=True)

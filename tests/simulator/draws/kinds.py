@@ -81,6 +81,8 @@ LEADERS = (
 RECOVERIES = ("lose-worker", "lose-worker", "kill", "stop", "drop", "kill-ingress")
 """Faults from which an engine recovers, during which an operator changes the number of engines and
 changes it back."""
+MANAGERS = ("second-manager", "second-manager", "kill-control", "kill-control", "stop-control")
+"""Faults that leave a change to another manager, most of them to the same coordinator."""
 OBSTACLES = ("hang", "stop", "cut-pair", "half-cut-pair", "cut-pair", "half-cut-pair", "black-hole")
 """Faults that prevent a group from forming."""
 CUTS = ("cut", "half-cut", "cut", "cut-pair", "half-cut-pair")

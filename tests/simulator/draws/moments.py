@@ -25,19 +25,27 @@ from tests.simulator.draws.kinds import (
     GROUP_RECOVERY,
     LEADERS,
     LOSSES,
+    MANAGERS,
     OBSTACLES,
     RECOVERIES,
+    RECOVERY,
     STALL_TIMEOUT_S,
     STEPS,
     Mix,
 )
 from tests.simulator.draws.operations import draw_operations
+from tests.simulator.model import BROKEN_WEIGHTS
 from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation
 
 _GCS_TIMEOUT_S = 10.0
 """The time after which a request to Ray's GCS fails."""
+_STEP_SHARE = 0.2
+"""The share of moments with several changes of which the last one is requested at a step of another
+one, or of a recovery."""
 _CROWDED_SHARE = 0.15
 """The share of moments in which several requests arrive at one of the faults or changes."""
+_NUM_WEIGHTS = BROKEN_WEIGHTS
+"""The number of weights that load."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +63,23 @@ def draw_moment(random: Random, mix: Mix, at: float) -> Moment:
     weights = [weight for weight, _ in _MOMENTS]
     [(_, drawn)] = random.choices(_MOMENTS, weights)
     moment = drawn(random, mix, at)
+    if len(moment.operations) > 1 and random.random() < _STEP_SHARE:
+        moment = replace(moment, operations=_overlapping(random, moment.operations))
     if random.random() < _CROWDED_SHARE:
         times = [fault.at for fault in moment.faults]
         times += [operation.at for operation in moment.operations]
         moment = replace(moment, crowds=[*moment.crowds, random.choice(times)])
     return moment
+
+
+def _overlapping(random: Random, operations: list[Operation]) -> list[Operation]:
+    """Makes the last change begin at a step of the others, or of a recovery. A pause has an end in
+    each case."""
+    *earlier, last = operations
+    if last.kind == "resume":
+        return operations
+    trigger = AtMessage(random.choice((*STEPS, *RECOVERY)), random.choice((1, 1, 2)))
+    return [*earlier, replace(last, at=earlier[0].at + 0.001, trigger=trigger)]
 
 
 def _draw_trouble(random: Random, mix: Mix, at: float) -> Moment:
@@ -123,14 +143,22 @@ def _draw_late_group(random: Random, mix: Mix, at: float) -> Moment:
         random.choice((trigger, trigger, None)),
         changing=random.random() < 0.5,
     )
-    numbers = random.choice(((3,), (4,), (1, 3), (2, 4), (1, 2), (2, 1, 3)))
+    numbers = random.choice(((3,), (4,), (1, 3), (2, 3), (2, 4), (1, 2), (2, 1, 3), (3, 4)))
     later_s = random.choice((0.3, 2.0, 2.0, 6.0)) * (0.5 + random.random())
     operations = [Operation(at + i * later_s, "scale", n) for i, n in enumerate(numbers)]
-    if random.random() < 0.6:
-        return Moment([fault], operations)
-    lost_at = at + random.choice((0.3, 1.0, 4.0)) * (0.5 + random.random())
-    loss, after = draw_loss_of_leader(random, mix, lost_at)
-    return Moment([fault, loss], [*operations, *after])
+    match random.choice(("led", "led", "lost", "taken over", "taken over")):
+        case "lost":
+            lost_at = at + random.choice((0.3, 1.0, 4.0)) * (0.5 + random.random())
+            loss, after = draw_loss_of_leader(random, mix, lost_at)
+            return Moment([fault, loss], [*operations, *after])
+        case "taken over":  # the group waits, and a successor gets the next request
+            kind = random.choice(mix.among(MANAGERS))
+            trigger = AtMessage(random.choice(("detach", "join", GROUP_RECOVERY[0])), 1)
+            loss = Fault(kind, at, random.randrange(12), draw_time(random), trigger)
+            if random.random() < 0.7:
+                operations[-1] = replace(operations[-1], at=at + 0.01, trigger=trigger)
+            return Moment([fault, loss], operations)
+    return Moment([fault], operations)
 
 
 def _draw_leaderless(random: Random, mix: Mix, at: float) -> Moment:
@@ -227,7 +255,7 @@ def _draw_slow_steps(random: Random, mix: Mix, at: float) -> Moment:
     time_s = random.choice((4.0, 8.0, 16.0)) * (0.5 + random.random())
     faults = [Fault(kind, at - 0.5 * random.random(), random.randrange(12), time_s)]
     operations = draw_operations(random, mix, at)
-    if random.random() < 0.5:
+    if random.random() < 0.65:
         loss, after = draw_loss_of_leader(random, mix, at + 0.5 * time_s * random.random())
         return Moment([*faults, loss], [*operations, *after])
     hit_at = at + 0.5 * time_s * random.random()
@@ -250,19 +278,54 @@ def _draw_notice(random: Random, mix: Mix, at: float) -> Moment:
     return Moment([*faults, loss], after)
 
 
+def _draw_succession(random: Random, mix: Mix, at: float) -> Moment:
+    """Draws versions that follow each other quickly while engines of earlier ones are lost: answers
+    need versions that no engine runs any more. The last one is often deployed, and often when an
+    engine has been lost. Engines that share experts are never upgraded: they have a late group."""
+    if mix.expert:
+        return _draw_late_group(random, mix, at)
+    pause_s = random.choice((0.2, 0.4, 0.8)) * (0.5 + random.random())
+    number, first = random.choice((3, 5, 6, 7)), random.randrange(_NUM_WEIGHTS)
+    operations = [
+        Operation(
+            at + index * pause_s,
+            random.choice(("upgrade", "update_weights", "update_weights")),
+            (first + index) % _NUM_WEIGHTS,
+        )
+        for index in range(number)
+    ]
+    if random.random() < 0.7:
+        is_early, trigger = random.random() < 0.4, AtMessage("remove_failed", 1)
+        last = replace(operations[-1], kind="redeploy", trigger=None if is_early else trigger)
+        operations[-1] = replace(last, at=last.at if is_early else at + 0.4 * number * pause_s)
+    kinds = [random.choice(mix.among(ENDS)) for _ in range(random.choice((1, 2, 3)))]
+    faults = [
+        Fault(
+            kind,
+            at + number * pause_s * random.uniform(0.4, 1.2),
+            random.randrange(12),
+            draw_time(random),
+            changing=random.random() < 0.7,
+        )
+        for kind in kinds
+    ]
+    return Moment(faults, operations)
+
+
 _MOMENTS: tuple[tuple[int, Callable[[Random, Mix, float], Moment]], ...] = (
     (4, _draw_trouble),
     (5, _draw_change),
     (7, _draw_both),
     (3, _draw_reversal),
-    (3, _draw_late_group),
+    (4, _draw_late_group),
     (5, _draw_leaderless),
     (5, _draw_flurry),
     (2, _draw_without_storage),
     (3, _draw_flap),
     (3, _draw_notice),
     (2, _draw_turns),
-    (3, _draw_slow_steps),
+    (4, _draw_slow_steps),
+    (5, _draw_succession),
 )
 """The moments with their weights."""
 

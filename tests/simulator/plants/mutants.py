@@ -181,7 +181,7 @@ class Survey:
             with mutant.planted():
                 try:
                     verdict = _judge(seed)
-                except Hangs:
+                except (Hangs, Exception):  # a law cannot even read the state of the processes
                     return Result(seed, len(reached), changed)
             if verdict.broken:
                 return Result(seed, len(reached), changed)
