@@ -627,8 +627,8 @@ def test_a_coordinator_on_another_host_listens_until_its_peers_detected_the_loss
 
 
 def test_a_newcomer_does_not_shorten_the_search_of_the_others() -> None:
-    """It has the new address from its start. Engines of the predecessor look for that address only
-    once they have noticed its silence, and must still be heard."""
+    """Engines of the predecessor look for the new address only once they have noticed the silence
+    of the old one. They must still be heard, although a newcomer has had it from its start."""
     elsewhere = CoordinatorEndpoint(make_keys(), host="127.0.0.1")
     moved = CoordinatorService(CONFIG, endpoint=elsewhere, recover=True)
     engines: list[Outlet[EngineCommand]] = [

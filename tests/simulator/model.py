@@ -166,6 +166,8 @@ class SimExecutor(Executor):
         """Whether a worker is lost. Until it is repaired, steps and groups fail."""
         self.is_repairing = False
         """Whether the engine has noticed that a worker is lost, and replaces it."""
+        self._worker_pid = 1
+        """Identifies its worker: a replaced one has another number."""
         self.on_poison: Callable[[], None] = lambda: None
         """Called in the step that computes a poison request."""
         self.progress = 0
@@ -262,6 +264,7 @@ class SimExecutor(Executor):
         self.is_repairing = True
         await asyncio.sleep(_REPAIR_S * self._repair_times.random())
         self.worker_lost = self.is_repairing = False
+        self._worker_pid += 1
 
     def abort(self) -> None:
         self._aborts += 1
@@ -277,7 +280,7 @@ class SimExecutor(Executor):
         return self.progress
 
     def workers(self) -> list[WorkerInfo]:
-        return []
+        return [WorkerInfo(0, 0, 0, self._worker_pid)]
 
     def shutdown(self) -> None:
         self._rows.clear()

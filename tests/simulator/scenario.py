@@ -83,7 +83,7 @@ class Operation:
     """scale: number of engines; drain: rank; upgrade, update_weights and redeploy: number of the
     weights; pause: sleep level of the engines."""
     trigger: AtMessage | None = None
-    """It is requested at this message after `at`; never, if that is not sent."""
+    """The message after `at` at which it is requested; without such a message, it never is."""
 
 
 @dataclass(frozen=True)

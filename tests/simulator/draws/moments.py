@@ -40,8 +40,8 @@ from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation
 _GCS_TIMEOUT_S = 10.0
 """The time after which a request to Ray's GCS fails."""
 _STEP_SHARE = 0.2
-"""The share of moments with several changes of which the last one is requested at a step of another
-one, or of a recovery."""
+"""The share of moments with several changes whose last one is requested at a step of another one,
+or of a recovery."""
 _CROWDED_SHARE = 0.15
 """The share of moments in which several requests arrive at one of the faults or changes."""
 _NUM_WEIGHTS = BROKEN_WEIGHTS

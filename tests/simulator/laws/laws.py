@@ -24,6 +24,7 @@ from tests.simulator.laws.coverage import Transitions
 from tests.simulator.laws.decisions import logged_defects
 from tests.simulator.laws.disturbances import LOOK_S
 from tests.simulator.laws.probe import Prober
+from tests.simulator.laws.status import StatusReader
 from tests.simulator.laws.watch import Watch
 from tests.simulator.model import expected_tokens, text_of
 from tests.simulator.scenario import Scenario
@@ -65,6 +66,7 @@ class Run:
         self.faults = FaultInjector(self.plane)
         self.watch = Watch(self.plane, self.faults)
         self.prober = Prober(self.plane, self.faults)
+        self.status = StatusReader(self.plane)
         self.transitions = Transitions(self.plane)
         # The end of a fault that lasts is known when it happens (`FaultInjector.last_at`).
         self._planned_s = max(
@@ -114,6 +116,7 @@ class Run:
                 rest_since = None
             elif rest_since is None:
                 rest_since = kernel.now
+                self.status.read()
             elif kernel.now - rest_since >= _SETTLE_S:
                 return
             if kernel.now > over + PATIENCE_S:
@@ -231,7 +234,7 @@ class Run:
         """Checks that everything works again and that nothing is left over."""
         plane, operator = self.plane, self.plane.operator
         broken = [f"{operation} was never answered" for operation in operator.unanswered]
-        broken += disagreements(plane)
+        broken += [*disagreements(plane), *self.status.broken]
         target = plane.manager.manager.target
         if target not in operator.possible_targets:
             broken.append(f"{target} engines are the target, not {operator.possible_targets}")

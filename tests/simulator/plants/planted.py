@@ -191,6 +191,9 @@ def _is_never_idle(right: Any, self: Any, report: Any, epoch: int) -> None:
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
 
 
+async def _not_read(right: Any, self: Any, reports: Any) -> None: ...
+
+
 async def _unsaved(right: Any, self: Any) -> None: ...
 
 
@@ -445,6 +448,9 @@ BUGS = {
     "ingress: it ignores that a client gives up": Bug(AsyncLLM, "abort", _nothing, campaigns=True),
     "ingress: a request waits for an engine without limit": Bug(
         QueuedRequest, "fail_after", _nothing, campaigns=True
+    ),
+    "manager: the status has workers that were replaced": Bug(
+        Fleet, "refresh", _not_read, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
 }
