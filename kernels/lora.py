@@ -42,12 +42,13 @@ class LoraTokens:
 
     def __init__(self, max_tokens: int, max_groups: int, device: torch.device) -> None:
         """`max_groups`: the most adapters of one step."""
+        self.max_groups = max_groups
         self.groups: Sequence[tuple[int, int, int]] = ()
         """(adapter, begin, end): the adapter's tokens are `tokens[begin:end]`."""
         # [max_tokens], indices of tokens of the step
         self.tokens = torch.zeros(max_tokens, dtype=torch.int64, device=device)
-        # [1 + 3 * max_groups] on the host: the number of groups, and the contents of `groups`
-        self.groups_tensor = torch.zeros(1 + 3 * max_groups, dtype=torch.int64)
+        # [1 + 3 * max_groups]: the number of groups, and the contents of `groups`
+        self.groups_tensor = torch.zeros(1 + 3 * max_groups, dtype=torch.int64, device=device)
 
     def set(self, tokens_of: Mapping[int, Sequence[int]]) -> None:
         """Sets adapter -> its tokens."""
@@ -59,8 +60,8 @@ class LoraTokens:
             groups.append((adapter, begin, len(tokens)))
         self.groups = groups
         flat = [len(groups), *itertools.chain.from_iterable(groups)]
-        self.groups_tensor[: len(flat)] = torch.tensor(flat, dtype=torch.int64)
-        self.tokens[: len(tokens)] = to_device(np.array(tokens, dtype=np.int64), self.tokens.device)
+        for target, values in ((self.groups_tensor, flat), (self.tokens, tokens)):
+            target[: len(values)] = to_device(np.array(values, dtype=np.int64), target.device)
 
 
 class LoraLayer(ABC):
@@ -81,12 +82,20 @@ class LoraLayer(ABC):
 
 
 def make_layer(
-    size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype, device_type: str
+    size: int,
+    outs: Sequence[int],
+    adapters: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> LoraLayer:
     """Returns a layer from `size` inputs to `outs` outputs of each of its P matrices; the numbers
-    of adapters are below `adapters`. For tokens of an adapter that is not loaded, nothing is added.
+    of adapters are below `adapters`, and the rank of each matrix is at most `max_rank`. For tokens
+    of an adapter that is not loaded, nothing is added.
 
-    Backends: reference, cpu.
+    Backends: reference, cpu, triton.
     """
-    made: LoraLayer = backends.get("lora", device_type).make_layer(size, outs, adapters, dtype)
+    made: LoraLayer = backends.get("lora", device.type).make_layer(
+        size, outs, adapters, max_rank, dtype, device
+    )
     return made

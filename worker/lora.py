@@ -95,7 +95,9 @@ class Adapters(NoAdapters):
         self._dtype, self._device = dtype, model.device
         self.count = len(config.adapters) + (config.max_adapters if config.enabled else 0)
         self._layers: list[LayerLora] = [
-            layer.accept_adapters(names, model.active_adapters, self.count, dtype, self._device)
+            layer.accept_adapters(
+                names, model.active_adapters, self.count, config.max_rank, dtype, self._device
+            )
             for layer, names in model.linear_layers()
         ]
         self._numbers: dict[str, Future[int]] = {}

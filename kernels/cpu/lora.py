@@ -116,8 +116,15 @@ def _pack_ups(ups: Sequence[Tensor | None]) -> Tensor:
     return torch.cat(packed)
 
 
-def make_layer(size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype) -> LoraLayer:
+def make_layer(
+    size: int,
+    outs: Sequence[int],
+    adapters: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoraLayer:
     """See `swell.kernels.lora.make_layer`."""
     if len(outs) > _MAX_PARTS or dtype not in TYPES:
-        return reference.make_layer(size, outs, adapters, dtype)
+        return reference.make_layer(size, outs, adapters, max_rank, dtype, device)
     return CompiledLora(size, outs, adapters, dtype)

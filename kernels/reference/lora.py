@@ -40,6 +40,13 @@ class ReferenceLora(LoraLayer):
                 first += outs
 
 
-def make_layer(size: int, outs: Sequence[int], adapters: int, dtype: torch.dtype) -> LoraLayer:
+def make_layer(
+    size: int,
+    outs: Sequence[int],
+    adapters: int,
+    max_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> LoraLayer:
     """See `swell.kernels.lora.make_layer`."""
     return ReferenceLora(outs)

@@ -49,12 +49,13 @@ def formula(x: torch.Tensor, y: torch.Tensor, one: LoraWeights) -> torch.Tensor:
     return y.double() + torch.cat(added, -1)
 
 
-OUTS = [64, 33, 7]
+OUTS, MAX_RANK = [64, 33, 7], 64
 RANKS = {0: [4, 4, 4], 1: [16, 0, 3], 3: [0, 0, 1], 4: [64, 64, 64]}
 
 
 def layer_of(name: str, adapters: dict[int, LoraWeights], dtype: torch.dtype) -> LoraLayer:
-    layer: LoraLayer = load_backend(name, "lora").make_layer(SIZE, OUTS, 7, dtype)
+    module, device = load_backend(name, "lora"), torch.device("cpu")
+    layer: LoraLayer = module.make_layer(SIZE, OUTS, 7, MAX_RANK, dtype, device)
     for number, one in adapters.items():
         layer.set(number, weights([5, 5, 5], OUTS, dtype, 50))
         layer.set(number, one)

@@ -25,6 +25,9 @@ from tests.kernels.load import load_backend
 from tests.support import adapters
 from tests.support.device import DEVICE, on_device
 from tests.worker import tiny_models
+from tests.worker.step.test_buckets import FixedGraphs, fixed_graphs
+
+__all__ = ["fixed_graphs"]
 
 pytestmark = pytest.mark.slow
 
@@ -152,6 +155,21 @@ def test_steps_with_and_without_adapters_are_captured_separately(llama: Folders)
         assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=names)) == expected
         assert sorted(key.has_adapters for key in forward._captured) == [False, True]
         assert forward.progress > before
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the graphs of the fixture are those of a CPU")
+def test_padded_steps_with_adapters_are_captured(llama: Folders, fixed_graphs: FixedGraphs) -> None:
+    """While three rows decode, the longest prompt is computed token by token: a step has four
+    tokens but only three samples, and its bucket has four of both."""
+    names = ["all", "mixed", "mlp", "attention"]
+    with llama.serve(**{"scheduler.max_tokens_per_step": 4, "scheduler.max_rows": 4}) as llm:
+        expected = [llama.reference[name][at] for at, name in enumerate(names)]
+        assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=names)) == expected
+        short = [llama.reference[name][0] for name in names[:3]]
+        assert ids_of(llm.generate(PROMPTS[:1] * 3, GREEDY, adapter=names[:3])) == short
+        forward = llm._engine.core.executor._worker.runner._model_step
+        buckets = [key.bucket for key in forward._captured if key.has_adapters]
+    assert (4, 4, 4, 1) in buckets, "steps of three rows are padded to four"
 
 
 def name_of(core: EngineCoreRequest) -> str:

@@ -65,13 +65,15 @@ class LinearLayer(PackedWeight):
         names: Sequence[str],
         active: ActiveAdapters,
         adapters: int,
+        max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> LayerLora:
-        """Makes room for this many adapters, whose terms are added to the outputs from now on.
-        `names` as for `weight_shards`; `active`: the adapters of the current step. Returns the
-        object that stores them."""
-        self.lora = lora = LayerLora(active, self.lora_parts(*names), adapters, dtype, device)
+        """Makes room for this many adapters of at most this rank, whose terms are added to the
+        outputs from now on. `names` as for `weight_shards`; `active`: the adapters of the current
+        step. Returns the object that stores them."""
+        parts = self.lora_parts(*names)
+        self.lora = lora = LayerLora(active, parts, adapters, max_rank, dtype, device)
         return lora
 
 

@@ -81,15 +81,17 @@ class LayerLora(NoLora):
         active: ActiveAdapters,
         parts: Sequence[LoraPart],
         adapters: int,
+        max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`parts`: the matrices of the layer; `adapters`: the number of adapters."""
+        """`parts`: the matrices of the layer; `adapters`: the number of adapters; `max_rank`: the
+        largest rank of one of their matrices."""
         self.parts = parts
         self.ins = parts[0].inputs.stop - parts[0].inputs.start
         self.outs = [part.outputs.stop - part.outputs.start for part in parts]
         self._active = active
-        self._layer = make_layer(self.ins, self.outs, adapters, dtype, device.type)
+        self._layer = make_layer(self.ins, self.outs, adapters, max_rank, dtype, device)
 
     def load(self, adapter: int, found: Sequence[LoraMatrices | None]) -> int:
         """Stores an adapter and returns its bytes. `found`: one entry for each part, None if the

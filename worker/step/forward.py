@@ -207,9 +207,14 @@ class CapturedForward(Forward):
         only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
         if not only_samples or batch.prompt_embeds is not None:
             return False
-        if self._traits.has_fixed_sizes:  # the host decides how the tokens of adapters are grouped
-            return batch.bucket is not None and batch.adapters is None
-        return batch.num_samples <= MAX_SAMPLES
+        if not self._traits.has_fixed_sizes:
+            return batch.num_samples <= MAX_SAMPLES
+        if batch.bucket is None or batch.adapters is None:
+            return batch.bucket is not None
+        # `AdaptedTokens` distinguishes tokens from samples by their numbers, which padding may make
+        # equal.
+        are_equal = batch.bucket.tokens == batch.bucket.samples
+        return not are_equal or batch.num_tokens == batch.num_samples
 
 
 class _Captured:
