@@ -15,7 +15,10 @@ MAX_KERNEL_LINES = 80
 MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 9
 
-TABLES = ("kernels", "worker/models", "tests/benchmarks", "tests/conformance/peers")
+TABLES = (
+    *("kernels", "kernels/triton", "worker/models", "tests/benchmarks"),
+    "tests/conformance/peers",
+)
 """Folders that may hold more files: each file is one entry of a table, named after it."""
 PRODUCT = [name for name in FILES if not name.startswith("tests/")]
 
