@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 
 
 @dataclass(frozen=True)

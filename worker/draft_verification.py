@@ -22,7 +22,7 @@ from itertools import accumulate
 import numpy as np
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.wire import SchedulerOutput
 
 _FIRST = -1

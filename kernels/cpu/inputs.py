@@ -10,8 +10,8 @@ from torch import Tensor
 
 from swell.kernels.cpu.build import library
 from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.host.step_columns import check_bucket, check_room, outside
 from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes
-from swell.kernels.step_columns import check_bucket, check_room, outside
 
 _INPUTS = ("input_ids", "positions", "slot_mapping", "query_start", "context_tokens", "block_table")
 

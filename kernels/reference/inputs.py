@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
+from swell.kernels.host.step_columns import ColumnPacker, check_bucket, check_room
 from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes
 from swell.kernels.reference.padding import without_padding
-from swell.kernels.step_columns import ColumnPacker, check_bucket, check_room
 
 
 class _Gather:

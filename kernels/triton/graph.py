@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swell.kernels.backends import BackendUnavailable
 from swell.kernels.graph import NotCapturableError, Traits
-from swell.kernels.host_reads import RefuseHostReads
+from swell.kernels.host.host_reads import RefuseHostReads
 
 if not torch.cuda.is_available():
     raise BackendUnavailable("CUDA graphs need a GPU")

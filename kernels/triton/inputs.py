@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swell.kernels.host.pinned_ring import PinnedRing
+from swell.kernels.host.step_columns import ColumnPacker, check_bucket, check_room
 from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes
-from swell.kernels.pinned_ring import PinnedRing
-from swell.kernels.step_columns import ColumnPacker, check_bucket, check_room
 
 BLOCK = 128
 _SIZES = ("tokens", "rows", "samples", "padded_tokens", "padded_rows", "padded_samples", "blocks")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.drafting.draft_runner import ProposingRunner, StepHidden
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import BatchBuilder, InputBatch

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swell.configs.schema import CacheConfig
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.step.kv_cache import block_rows
 from swell.worker.wire import DEVICE, BlockCopy
 

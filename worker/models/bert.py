@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from swell.kernels.attention import WHOLE_ROW
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.kernels.linear import embedding
 from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention

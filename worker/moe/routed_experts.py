@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.model_interfaces import MixtureOfExperts, Model, moe_layers
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra

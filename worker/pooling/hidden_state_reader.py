@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.pooling.pooler import ACTIVATIONS, Pooler
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Activation, Extra, PooledValues, PoolingParams

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.bitmask import apply_bitmask
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.sample.logits_processor import BANNED_BIAS, LogitsProcessor
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.request_states import RequestStates

@@ -24,7 +24,7 @@ from torch import Tensor
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import available_cores
 from swell.kernels.bitmask import apply_bitmask
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.worker.comm.groups import Group
 from swell.worker.draft_verification import StepDrafts
 from swell.worker.sample.logits_processor import LogitsProcessor, PendingExtra

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.kernels.logprobs import LogprobsTensors, rank_tokens
 from swell.worker.model_interfaces import ComputesLogits
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 from swell.kernels.penalties import apply_penalties, count_tokens
 from swell.worker.sample.logits_processor import LogitsProcessor
 from swell.worker.step.input_batch import InputBatch

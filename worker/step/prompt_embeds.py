@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swell.kernels.device_copy import copy_to_device
+from swell.kernels.host.device_copy import copy_to_device
 from swell.worker.sampler_wire import PromptEmbeds
 from swell.worker.wire import NewRequest, SchedulerOutput
 

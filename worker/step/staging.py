@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from swell.kernels.device_copy import to_device
+from swell.kernels.host.device_copy import to_device
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.kernels import backends
-from swell.kernels.host_reads import RefuseHostReads
+from swell.kernels.host.host_reads import RefuseHostReads
 from swell.kernels.moe import ExpertTable
 from swell.kernels.reference import linear as reference_linear
 from swell.kernels.reference import moe as reference

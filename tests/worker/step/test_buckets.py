@@ -23,7 +23,7 @@ from swell.configs.schema import ParallelConfig
 from swell.engine.executor.inline import InlineExecutor
 from swell.kernels import graph
 from swell.kernels.graph import NotCapturableError, Traits
-from swell.kernels.host_reads import RefuseHostReads
+from swell.kernels.host.host_reads import RefuseHostReads
 from swell.kernels.inputs import Bucket
 from swell.worker import runner
 from swell.worker.comm.groups import GroupError, Handle, ProcessGroup
