@@ -21,12 +21,12 @@ class StatusReader:
     def __init__(self, plane: ControlPlane) -> None:
         self._plane = plane
         self.broken: list[str] = []
-        """The untrue statements of the newest answer, or the lack of one."""
+        """The untrue statements of the newest answer."""
 
     def read(self) -> None:
-        """Must be called when the cluster is at rest. The answer comes soon."""
+        """Must be called when the cluster is at rest. The answer is late if packets are."""
         manager, loop = self._plane.manager, self._plane.manager.process.loop
-        self.broken = ["the manager does not answer with its status"]
+        self.broken = []
 
         async def read() -> None:
             body = await manager.manager.describe()
@@ -68,7 +68,5 @@ class StatusReader:
             "version": engine.current_version,
             "pid": self._plane.ray.pid_of(engine.process),
             "node": engine.process.host,
-            "running": 0,
-            "waiting": 0,
             "workers": msgspec.to_builtins(list(server.workers)),
         }
