@@ -13,7 +13,7 @@ CONFORMANCE := .venv-judges
 TRITON := .venv-triton
 
 # Python stores compiled modules even where the environment forbids it: compiling the tests, with rewritten assertions,
-# takes each of their processes 20 s.
+# takes each of their processes 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton triton-interpreted triton-compiled judges zoo fault-matrix bench bench-docs lint typecheck clean
