@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swell.kernels.host_reads import RefuseHostReads
+from swell.kernels.host.host_reads import RefuseHostReads
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.triton import lora
 from tests.kernels.test_lora import OUTS, RANKS, SIZE, formula, layer_of, tokens_of, weights
