@@ -53,8 +53,9 @@ class EngineListener(Protocol):
         requests of this ingress, or does so as soon as it can be reached."""
 
     def on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
-        """Receives all engines that this ingress cannot use, with the reasons, whenever they
-        change."""
+        """Receives all engines that this ingress cannot use, with the reasons: with each heartbeat
+        while there are any, or while one replaces a worker. Meanwhile more of their requests may
+        become able to continue elsewhere, for example after the first token."""
 
     def engines_in_use(self) -> Set[EngineId]:
         """Returns the engines that run requests of this ingress."""

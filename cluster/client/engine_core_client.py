@@ -177,7 +177,7 @@ class AsyncEngineCoreClient:
             reason = _NOT_REACHED if unreached_s > self._silence_s else self._fault(engine)
             if reason is not None:
                 unreachable[engine] = reason
-        if unreachable != self._unreachable:
+        if unreachable or self._unreachable or self._roster.repairing:
             self._unreachable = unreachable
             self._listener.on_unreachable(unreachable)
 

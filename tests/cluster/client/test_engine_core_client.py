@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
-from swell.coordinator.roster import Member, Roster
+from swell.coordinator.roster import Member, MemberState, Roster, update_members
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import (
@@ -56,6 +56,7 @@ class Ingress(ThreadRuntime):
         self.loads: list[list[EngineLoad]] = []
         self.in_use: frozenset[EngineId] = frozenset()
         self.unreachable: Mapping[EngineId, str] = {}
+        self.num_unreachable_calls = 0
         self.client = AsyncEngineCoreClient(
             ADDRESS,
             KEYS,
@@ -85,6 +86,7 @@ class Ingress(ThreadRuntime):
 
     def on_unreachable(self, engines: Mapping[EngineId, str]) -> None:
         self.unreachable = dict(engines)
+        self.num_unreachable_calls += 1
 
     def counts(self) -> dict[str, list[float]]:
         return {}
@@ -240,6 +242,31 @@ def test_an_engine_that_waits_for_the_coordinator_is_not_used() -> None:
         heartbeats.turn(2, is_coordinator_heard=True)
         assert heartbeats.unreachable == [], "it is asked with each heartbeat meanwhile"
         heartbeats.ingress.client.close()
+
+    asyncio.run(scenario())
+
+
+def test_requests_that_cannot_stay_are_looked_at_with_each_heartbeat() -> None:
+    """More of them may become able to continue elsewhere while no view arrives."""
+
+    async def scenario() -> None:
+        heartbeats = Heartbeats()
+        ingress = heartbeats.ingress
+        ingress.in_use = frozenset({EngineId(0, 0)})
+        heartbeats.turn(3, is_coordinator_heard=True)
+        assert ingress.num_unreachable_calls == 0
+        heartbeats.answer = True
+        heartbeats.turn(4, is_coordinator_heard=True)
+        assert ingress.num_unreachable_calls == 3, "with each heartbeat after the first answer"
+        heartbeats.answer = False
+        heartbeats.turn(4, is_coordinator_heard=True)
+        before = ingress.num_unreachable_calls
+        assert ingress.unreachable == {}
+        repairing = update_members(roster(2, 0, 1), [1], state=MemberState.REPAIRING)
+        ingress.coordinator.take(ClusterView(repairing))
+        heartbeats.turn(2, is_coordinator_heard=False)
+        assert ingress.num_unreachable_calls == before + 2 and ingress.unreachable == {}
+        ingress.client.close()
 
     asyncio.run(scenario())
 

@@ -85,13 +85,15 @@ class Prober:
     def _begin(self, ingress: SimIngress) -> None:
         if ingress.llm is None or not ingress.process.runs or not ingress.llm.has_seen_engine:
             return
+        ready = ingress.llm.check_ready()
+        if ready.coordinator_silent and ingress.llm._readiness._state == "paused":
+            return  # only the coordinator can say that the engines were resumed
         self._number += 1
         request = Request(self._kernel.now, ingress.index, (self._number % 50,), 2, 0)
         probe = self._probes[ingress] = SimRequest(self._number, request)
-        is_ready = bool(ingress.llm.check_ready().ranks)
         ingress.submit(probe)
         at = self._kernel.now + _ANSWER_S
-        self._kernel.at(at, WORLD, self._compare, ingress, probe, is_ready, self._state)
+        self._kernel.at(at, WORLD, self._compare, ingress, probe, bool(ready.ranks), self._state)
 
     def _compare(
         self, ingress: SimIngress, probe: SimRequest, is_ready: bool, state: object
