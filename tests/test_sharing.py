@@ -91,7 +91,7 @@ def test_each_process_begins_to_collect_at_another_place(tmp_path: Path) -> None
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-n2", "-p", "tests.sharing", "--rootdir", tmp_path],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""},
         capture_output=True,
         text=True,
         check=False,
