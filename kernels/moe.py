@@ -74,8 +74,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weights [T, k] float32, experts [T, k] int64), the largest first.
 
-    The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1. Of
-    equal logits any may be chosen. slots [T] int64, or None: a token with the slot -1 is padding
+    The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1. Any
+    of equal logits may be chosen. slots [T] int64, or None: a token with the slot -1 is padding
     (see `swell.kernels.inputs`), whose logits may be anything: its experts are -1 and its weights
     0. Backends: reference, triton.
     """

@@ -343,13 +343,12 @@ def _weight_map(folder: Path) -> dict[str, str]:
 def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
     """Fills matrices with random numbers, norm weights with ones and biases with zeros, as in a new
     model."""
-    generators: dict[torch.device, torch.Generator] = {}
     for shard in weight_shards:
         target, device = shard.target, shard.target.device
-        generator = generators.setdefault(device, torch.Generator(device))
         if not target.is_floating_point():
             target.zero_()
         elif target.dim() >= 2:
+            generator = torch.Generator(device)
             generator.manual_seed(_seed(seed, shard))
             noise = torch.empty(target.shape, dtype=torch.float32, device=device)
             target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))

@@ -321,7 +321,7 @@ class SimEngine:
 
     @property
     def was_stopped(self) -> bool:
-        """Whether a manager has told it to stop. Its process lives until it is killed."""
+        """Whether a manager has told the engine to stop; its process lives until Ray kills it."""
         return self._stopping
 
     @property

@@ -1,5 +1,5 @@
 """Another manager takes over a drain. The engine's time to finish starts once, when it gets no more
-requests, also if nobody could tell it to leave before."""
+requests. It does not start earlier if the first manager could not reach the coordinator."""
 
 from __future__ import annotations
 
