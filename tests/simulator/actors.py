@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Coroutine, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
-from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ChangeStage, ControlState
@@ -412,19 +411,19 @@ class SimManager:
         self.manager.on_failed_change = plane.on_failed_change
         self.manager.on_shrink = plane.operator.on_shrink
         self.manager.on_deposed = self._on_deposed
-        self._observe_keep(self.manager._fleet)
+        self._observe_keep()
         self.has_started = False
         process.loop.create_task(self._start(), name="manager")
 
-    def _observe_keep(self, fleet: Fleet) -> None:
-        keep = fleet.keep
+    def _observe_keep(self) -> None:
+        cancel_leave = self._coordinator.cancel_leave
 
-        def observed_keep(rank: int) -> None:
+        def observed_cancel(ranks: list[int]) -> Coroutine[Any, Any, None]:
             for call in self._plane.on_decided_keep:
-                call(self, rank)
-            keep(rank)
+                call(self, ranks)
+            return cancel_leave(ranks)
 
-        fleet.keep = observed_keep  # type: ignore[method-assign]
+        self._coordinator.cancel_leave = observed_cancel  # type: ignore[method-assign]
 
     @property
     def contact(self) -> CoordinatorContact | None:

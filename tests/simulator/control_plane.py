@@ -264,8 +264,9 @@ class Observers:
         """Called when a coordinator is told that engines must leave."""
         self.on_refused: list[Callable[[list[Member], str], None]] = []
         """Called when engines are not allowed to join: with the engines and the reason."""
-        self.on_decided_keep: list[Callable[[SimManager, int], None]] = []
-        """Called when a manager decides to keep an engine that was leaving: with its rank."""
+        self.on_decided_keep: list[Callable[[SimManager, list[int]], None]] = []
+        """Called when a manager tells the coordinator to keep engines that were leaving: with their
+        ranks."""
         self.on_keep: list[Callable[[list[int]], None]] = []
         """Called when a coordinator has kept engines that were leaving."""
         self.on_detach: list[Callable[[list[int]], None]] = []

@@ -45,7 +45,7 @@ class LeavingWatch:
         self._durations = Durations(plane)
         self._decided: dict[int, object] = {}
         """Incarnations of engines that a manager has decided to keep, with the request for which it
-        did."""
+        did so last."""
         self._kept: dict[int, object] = {}
         """The incarnations that the coordinator has kept, with the same request."""
         self._manager: SimManager | None = None
@@ -76,20 +76,21 @@ class LeavingWatch:
 
     # ---------------------------------------------------------------- an engine that is kept stays
 
-    def _on_decided_keep(self, manager: SimManager, rank: int) -> None:
+    def _on_decided_keep(self, manager: SimManager, ranks: list[int]) -> None:
         """Notes the reason now: a coordinator that is stopped executes the command much later, and
-        meanwhile an operator may request something else."""
-        ready = manager.manager._fleet.engines[rank].ready
-        assert ready is not None
-        self._decided[ready.incarnation] = self._reason_to_leave()
+        meanwhile an operator may request something else. The manager may repeat the command, so the
+        coordinator may execute several for one reason."""
+        for rank in ranks:
+            ready = manager.manager._fleet.engines[rank].ready
+            assert ready is not None
+            self._decided[ready.incarnation] = self._reason_to_leave()
 
     def _on_keep(self, ranks: list[int]) -> None:
         """Checks that an engine that is kept neither leaves nor will leave."""
         coordinator = self._plane.coordinator
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
-                reason = self._reason_to_leave()
-                self._kept[member.incarnation] = self._decided.pop(member.incarnation, reason)
+                self._kept[member.incarnation] = self._decided.get(member.incarnation)
                 if leaves(member):
                     self._break(f"engine {member.rank} is kept, and leaves")
 
