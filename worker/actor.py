@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import msgspec
 import ray
 
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
@@ -13,7 +12,7 @@ from swell.configs.runtime.network import host_address
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Outlet
-from swell.worker.wire import WorkerCommand, WorkerLimits, WorkerProgress
+from swell.worker.wire import WorkerCommand, WorkerProgress
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -38,8 +37,8 @@ class WorkerActor:
         self._local_workers = local_workers
         self._worker: Any = None
 
-    def load(self) -> WorkerLimits:
-        """Loads the model; the worker is not in any group yet."""
+    def load(self) -> int:
+        """Loads the model; the worker is not in any group yet. Returns the process id."""
         prepare_for_torch()
         from swell.worker.worker import Worker
 
@@ -52,8 +51,8 @@ class WorkerActor:
             progress=self._report_progress,
             host=host_address(self._config.cluster.interface, ray.util.get_node_ip_address()),
         )
-        limits = self._worker.load()
-        return msgspec.structs.replace(limits, pid=os.getpid())
+        self._worker.load()
+        return os.getpid()
 
     def open_store(self) -> tuple[str, int]:
         """Hosts a store, through which the ranks of groups find each other, until the process
@@ -61,18 +60,14 @@ class WorkerActor:
         store: tuple[str, int] = self._worker.open_store()
         return store
 
-    def init_cache(
-        self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int]
-    ) -> None:
-        self._worker.init_cache(num_blocks, max_model_len, offload_blocks)
-        freeze_gc()
-
-    def run(self) -> None:
-        """Executes the engine's commands until `Shutdown`."""
+    def run(self, generation: int) -> None:
+        """Executes the engine's commands until `Shutdown`. `generation`: that of the engine's
+        groups now."""
         from swell.worker.loop import HeartbeatThread, WorkerLoop
 
+        freeze_gc()
         cluster = self._config.cluster
-        loop = WorkerLoop(self._rank, self._worker, self._outlet)
+        loop = WorkerLoop(self._rank, self._worker, self._outlet, generation)
         heartbeats: Outlet[WorkerCommand] = Outlet(self._heartbeats, WorkerCommand, self._keys)
         heartbeat_interval_s = min(cluster.heartbeat_s, cluster.stall_timeout_s / 4)
         heartbeat_thread = HeartbeatThread(loop, heartbeats, heartbeat_interval_s)

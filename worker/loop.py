@@ -1,7 +1,9 @@
 """The worker's side of its engine's two channels: one for steps, and one that no step blocks.
 
-The protocol: the worker sends `WorkerHello`; then the engine sends plans and sometimes a `Regroup`.
-If a step or a regrouping raises, the worker sends `WorkerFailure`, leaves its groups, drops pending
+The protocol: the worker sends `WorkerHello`. At the engine's start, `Regroup`, `MeasureMemory` and
+`InitCache` follow, each after all workers have answered the one before; at the start of a
+replacement, only `InitCache`. Then the engine sends plans and sometimes a `Regroup`.
+If a command raises, the worker sends `WorkerFailure`, leaves its groups, drops pending
 results, and ignores plans until the next `Regroup`: the engine sent these plans before it received
 the failure. On the second channel the worker sends heartbeats and receives `AbortGroups`, which
 aborts an operation whose peers do not join.
@@ -22,8 +24,12 @@ from swell.worker.wire import (
     AbortGroups,
     AdapterLoaded,
     AsyncModelRunnerOutput,
+    CacheReady,
     GroupPlan,
+    InitCache,
     LoadAdapter,
+    MeasureMemory,
+    MemoryMeasured,
     Regroup,
     SchedulerOutput,
     Shutdown,
@@ -37,14 +43,17 @@ from swell.worker.wire import (
 class WorkerLoop:
     """Executes the commands of the first channel on the thread that calls `run`."""
 
-    def __init__(self, rank: int, worker: Any, outlet: Outlet[WorkerCommand]) -> None:
+    def __init__(
+        self, rank: int, worker: Any, outlet: Outlet[WorkerCommand], generation: int = 0
+    ) -> None:
+        """`generation`: that of the engine's groups when the worker starts."""
         self._rank = rank
         self._worker = worker
         self._outlet = outlet
         self._pending_outputs: deque[tuple[int, AsyncModelRunnerOutput]] = deque()
         self._step = 0
         self._failed = False
-        self._generation = 0
+        self._generation = generation
         self._loaded: queue.SimpleQueue[AdapterLoaded] = queue.SimpleQueue()
         self._waker: Waker | None = None
         """Interrupts the wait for commands when an adapter is loaded."""
@@ -102,6 +111,12 @@ class WorkerLoop:
                 self._regroup(command.plan)
             case LoadAdapter():
                 self._load_adapter(command)
+            case MeasureMemory() if not self._failed:
+                self._measure()
+            case InitCache() if not self._failed:
+                sizes = command.num_blocks, command.max_model_len, command.offload_blocks
+                self._worker.init_cache(*sizes)
+                self._outlet.send(CacheReady(self._rank))
 
     def _load_adapter(self, command: LoadAdapter) -> None:
         waker = self._waker = self._waker or Waker()
@@ -111,6 +126,15 @@ class WorkerLoop:
             waker.wake()
 
         self._worker.load_adapter(command, on_loaded)
+
+    def _measure(self) -> None:
+        try:
+            measured = MemoryMeasured(self._rank, self._worker.measure())
+        except ValueError as error:
+            measured = MemoryMeasured(self._rank, None, str(error))
+        self._outlet.send(measured)
+        if measured.limits is None:
+            self._worker.abort()  # peers may wait for this worker in a collective
 
     def _regroup(self, plan: GroupPlan) -> None:
         self._pending_outputs.clear()

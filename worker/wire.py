@@ -194,11 +194,29 @@ class LoadAdapter(msgspec.Struct, frozen=True, tag=5, array_like=True, gc=False)
     """Repeated in the answer, so that two loads of the same adapter can be told apart."""
 
 
+class MeasureMemory(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=False):
+    """Tells a worker, whose groups are formed, to measure how large its KV cache can be. The worker
+    answers with `MemoryMeasured` or `WorkerFailure`."""
+
+
+class InitCache(msgspec.Struct, frozen=True, tag=7, array_like=True, gc=False):
+    """Tells a worker to allocate its KV cache, with the smallest limits of all workers of the
+    engine. The worker answers with `CacheReady` or `WorkerFailure`."""
+
+    num_blocks: int
+    max_model_len: int
+    """The longest sequence, in tokens."""
+    offload_blocks: tuple[int, int] = (0, 0)
+    """Number of blocks outside the device: in host memory, and on disk."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
     """Tells the worker to stop its loop and free its memory."""
 
 
-WorkerCommand = SchedulerOutput | Regroup | AbortGroups | LoadAdapter | Shutdown
+WorkerCommand = (
+    SchedulerOutput | Regroup | AbortGroups | LoadAdapter | MeasureMemory | InitCache | Shutdown
+)
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
@@ -304,6 +322,38 @@ class AdapterLoaded(msgspec.Struct, frozen=True, tag=6, array_like=True, gc=Fals
     """The number of the `LoadAdapter` command."""
 
 
+class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The capacity of a worker, measured once at the start."""
+
+    num_blocks: int
+    """KV blocks that fit into the worker's memory."""
+    max_model_len: int
+    """Longest sequence that the model's positions allow (or `model.max_model_len`), in tokens."""
+    vocab_size: int
+    samples: bool = True
+    """Whether the model samples tokens; otherwise it pools."""
+    keeps_kv: bool = True
+    """Whether K and V are kept for later steps; otherwise every prompt is computed in one step."""
+    offload_blocks: tuple[int, int] = (0, 0)
+    """See `InitCache`."""
+
+
+class MemoryMeasured(msgspec.Struct, frozen=True, tag=7, array_like=True, gc=False):
+    """Reports what fits into a worker's memory."""
+
+    rank: int
+    limits: WorkerLimits | None
+    """None: nothing fits."""
+    refusal: str = ""
+    """Why nothing fits, and which key of the configuration to change."""
+
+
+class CacheReady(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
+    """Reports that a worker has allocated its KV cache and can compute steps."""
+
+    rank: int
+
+
 WorkerMessage = (
     ModelRunnerOutput
     | WorkerFailure
@@ -312,6 +362,8 @@ WorkerMessage = (
     | WorkerHeartbeat
     | Regrouped
     | AdapterLoaded
+    | MemoryMeasured
+    | CacheReady
 )
 
 
@@ -321,21 +373,3 @@ class AsyncModelRunnerOutput(ABC):
     @abstractmethod
     def get_output(self) -> ModelRunnerOutput:
         """Waits for the result and returns it; called once. Raises what the step raised."""
-
-
-class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The capacity of a loaded worker, reported once at startup."""
-
-    num_blocks: int
-    """KV blocks that fit into the worker's memory."""
-    max_model_len: int
-    """Longest sequence that the model's positions allow (or `model.max_model_len`), in tokens."""
-    vocab_size: int
-    weight_bytes: int = 0
-    pid: int = 0
-    samples: bool = True
-    """Whether the model samples tokens; otherwise it pools."""
-    keeps_kv: bool = True
-    """Whether K and V are kept for later steps; otherwise every prompt is computed in one step."""
-    offload_blocks: tuple[int, int] = (0, 0)
-    """Number of blocks outside the device: in host memory, and on disk."""

@@ -1,8 +1,19 @@
-"""A worker that runs without Ray: load, init_cache, then steps and regroupings, shutdown."""
+"""A worker that runs without Ray.
+
+At the start of an engine, its workers take their memory in this order, so that each part is known
+before the KV cache gets what is left:
+
+    load        weights
+    regroup     the engine's own groups
+    measure     the largest step; from this, how many blocks fit
+    init_cache  the smallest number of blocks of all workers; then steps are captured
+
+Then come steps and regroupings, and `shutdown`. A worker that replaces another one does not
+measure: it has the same size. Its groups are formed last, together with those of its peers.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import Any, cast
@@ -10,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from swell.configs.pooling import PoolingSpec
 from swell.configs.runtime.log import first_line
 from swell.configs.runtime.network import prepare_for_nccl
 from swell.configs.runtime.process import available_cores
@@ -96,6 +106,8 @@ class Worker:
         self._offload: OffloadStore | None = None
         self._block_files: BlockFiles | None = None
         self._routes: RouteRecorder | None = None
+        self._has_groups = False
+        """Whether all groups are formed that steps use, and the experts of the plan are here."""
         self._has_captured = False
         """Whether steps were captured at the start. A later runner captures each when it occurs, so
         that no request waits until all are captured."""
@@ -107,6 +119,8 @@ class Worker:
         self._tokenizer_path = config.model.path
         self._weights = WeightsSource(config.model.path, 0)
         self._shape: ModelShape | None = None
+        self._mapped_bytes = 0
+        """The same as `LoadedWeights.mapped_bytes`."""
         self._stores = Stores(self._host, config.cluster)
         self._dtype = torch.float32
         self._prepared = threading.local()
@@ -118,42 +132,43 @@ class Worker:
         runner = self.runner
         return self._progress_counter + (runner.progress if runner is not None else 0)
 
-    def load(self, store: dist.Store | None = None, epoch: int = 0) -> WorkerLimits:
-        """Joins the engine's groups of `epoch`, builds and loads the model and measures the memory.
-
-        `store`: through it the engine's workers find each other; without one, several workers form
-        their groups in the first `regroup`. With `parallel.expert`, experts are loaded only then.
-        Raises `ValueError` for a model or a parallel layout that is not supported, or that leaves
-        no memory for a cache.
-        """
+    def load(self) -> int:
+        """Builds and loads the model; returns the bytes of all its weights. With `parallel.expert`,
+        experts are loaded in a later `regroup`. Raises `ValueError` for a model or a parallel
+        layout that is not supported."""
         self._prepare_thread()
-        model_config, parallel = self.config.model, self.config.parallel
-        self.mesh = Mesh.build(parallel, self.rank, store, epoch, self.device, host=self._host)
-        hf_config, pooling, loaded = self._build_model()
-        model = self._built_model
+        self.mesh = Mesh.build(self.config.parallel, self.rank, device=self.device, host=self._host)
+        weight_bytes = self._build_model().nbytes
+        return weight_bytes + self.draft_model.nbytes + self.adapters.nbytes
+
+    def measure(self) -> WorkerLimits:
+        """Measures what fits into the memory that weights and groups leave. Every worker of the
+        engine calls it at the same time, after the first `regroup`. Raises `ValueError` if not even
+        one KV block fits."""
+        assert self._shape is not None, "load comes first"
+        self._prepare_thread()
+        model, model_config, pooling = self._built_model, self.config.model, self._shape.pooling
+        hf_config = self._shape.hf_config
         length = max_model_len(model_config, hf_config)
-        draft_model = self.draft_model
         keeps_kv = kv_cache.keeps_kv(model.attention_layers())
         if pooling is not None:
             step_tokens = None if keeps_kv else self.config.scheduler.max_tokens_per_step
             length = max_text_tokens(pooling, model, model_config, length, step_tokens)
-        sizes = self.config, model, self._dtype, draft_model
-        mapped_bytes = loaded.mapped_bytes + draft_model.mapped_bytes
+        sizes = self.config, model, self._dtype, self.draft_model
+        mapped_bytes = self._mapped_bytes + self.draft_model.mapped_bytes
         lengths = length, mapped_bytes, self.adapters.reserved_bytes
         offload_blocks = count_offload_blocks(self.config.cache, block_bytes(*sizes))
         return WorkerLimits(
             num_blocks=count_cache_blocks(*sizes, self.device, self.local_workers, *lengths),
             max_model_len=length,
             vocab_size=hf_config.get_text_config().vocab_size,
-            weight_bytes=loaded.nbytes + draft_model.nbytes + self.adapters.nbytes,
-            pid=os.getpid(),
             samples=pooling is None,
             keeps_kv=keeps_kv,
             offload_blocks=offload_blocks if keeps_kv else (0, 0),
         )
 
-    def _build_model(self) -> tuple[Any, PoolingSpec | None, LoadedWeights]:
-        """Builds and loads the model. Returns its config, its pooling, and what was loaded."""
+    def _build_model(self) -> LoadedWeights:
+        """Builds and loads the model."""
         assert self.mesh is not None
         self._is_whole = False
         model_config = self.config.model
@@ -168,6 +183,7 @@ class Worker:
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
         loaded = load_weights(model, model_config, self._on_loaded)
+        self._mapped_bytes = loaded.mapped_bytes
         pack_weights(model)
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
@@ -180,7 +196,7 @@ class Worker:
             self.config, hf_config, pooling, model, self.mesh, self._count_progress
         )
         self._is_whole = True
-        return hf_config, pooling, loaded
+        return loaded
 
     @property
     def _built_model(self) -> Model:
@@ -190,12 +206,14 @@ class Worker:
     def init_cache(
         self, num_blocks: int, max_model_len: int, offload_blocks: tuple[int, int] = (0, 0)
     ) -> None:
-        """Allocates the KV cache, the memory of offloaded blocks, and the tables that steps use.
+        """Allocates the KV cache, the memory of offloaded blocks, and the tables that steps use;
+        then captures steps, if the groups that they use are formed.
 
         The arguments are the engine's: the smallest limits of all its workers. Raises `OSError` if
         the file for blocks on disk cannot be created.
         """
         assert self.mesh is not None, "load must be called first"
+        self._prepare_thread()
         backends.prepare(self.device.type)
         self._cache_size = num_blocks, max_model_len, offload_blocks
         cache = self.config.cache
@@ -221,6 +239,7 @@ class Worker:
         if cache.handover_folder is not None:
             self._block_files = BlockFiles(caches, cache, self.rank, self._count_progress)
         self._start_runner()
+        self._capture_steps()
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Computes one step (see `ModelRunner.execute_model`)."""
@@ -233,8 +252,9 @@ class Worker:
         self.adapters.load(command, self.rank, on_loaded)
 
     def regroup(self, plan: GroupPlan, store: dist.Store | None = None) -> Regrouped:
-        """Leaves the groups that the plan replaces, forms new ones, and gets this worker's share of
-        the experts. Weights and KV cache memory stay, unless the plan says otherwise.
+        """Leaves the groups that the plan replaces, forms new ones, and, if its KV cache exists,
+        gets this worker's share of the experts. Weights and KV cache memory stay, unless the plan
+        says otherwise.
 
         `store`: used instead of the plan's `store` by workers that share a process. Without either,
         the engine keeps its own groups. Raises `GroupError` if a peer does not join or `abort` is
@@ -255,7 +275,9 @@ class Worker:
             self.runner.drop_captures()
         moved = loaded = 0
         self.mesh.regroup(plan, store, expert_store)
-        if self.config.parallel.expert:
+        is_placed = not self.config.parallel.expert
+        if not is_placed and self._cache_size is not None:  # otherwise peers are not known yet
+            is_placed = True
             count = self._count_progress if plan.engines > 1 else self._count_unless_aborted
             try:
                 moved, loaded = rebalance(self._built_model, self.mesh, self.config.model, count)
@@ -265,9 +287,8 @@ class Worker:
         refusal = ""
         if not plan.keep_states and self._cache_size is not None:
             refusal = self._follow(plan)
-        if self.runner is not None and not self._has_captured:
-            self._has_captured = True
-            self.runner.capture_steps(self._count_progress)
+        self._has_groups = is_placed
+        self._capture_steps()
         return Regrouped(self.rank, plan.generation, moved, loaded, refusal, self._freed_bytes)
 
     def abort(self, generation: int | None = None) -> None:
@@ -397,6 +418,12 @@ class Worker:
             ),
         )
         self.runner = ModelRunner(args)
+
+    def _capture_steps(self) -> None:
+        """Captures steps once, as soon as the worker can compute them."""
+        if self.runner is not None and self._has_groups and not self._has_captured:
+            self._has_captured = True
+            self.runner.capture_steps(self._count_progress)
 
     def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
         self._count_progress()

@@ -58,7 +58,7 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
 
     @property
     def of_cache(self) -> tuple[int, int, tuple[int, int]]:
-        """The arguments of `Worker.init_cache`."""
+        """The arguments of `Worker.init_cache`, and the fields of `InitCache`."""
         return self.num_blocks, self.max_model_len, self.offload_blocks
 
 
@@ -90,7 +90,9 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        """Loads the model and allocates the KV cache. Raises the exception of a worker."""
+        """Loads the model, forms the engine's own groups, measures the memory that is left, and
+        allocates the KV cache. Every worker finishes each of these phases before the next one
+        begins. Raises the exception of a worker."""
 
     @abstractmethod
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:

@@ -88,13 +88,14 @@ class InlineExecutor(Executor):
             self._worker = Worker(
                 self._config, 0, self._local_workers, self._gpu, report_progress, self._host
             )
-            limits = agree_limits(self._config, [self._worker.load()])
-            progress("allocating the KV cache")
-            self._worker.init_cache(*limits.of_cache)
+            self._worker.load()
             if self._config.parallel.expert:
                 self._store = self._worker.open_store()
-            else:
-                self.regroup(GroupPlan(generation=0))
+            self.regroup(GroupPlan(generation=0))
+            progress("measuring memory")
+            limits = agree_limits(self._config, [self._worker.measure()])
+            progress("allocating the KV cache")
+            self._worker.init_cache(*limits.of_cache)
         except BaseException as error:
             self.shutdown()
             if isinstance(error, ValueError):

@@ -225,13 +225,15 @@ class InprocExecutor(Executor):
                 self._threads.append(
                     WorkerThread(self._config, rank, self._local_workers, load_progress, *place)
                 )
-            limits = agree_limits(self._config, self._call_all("load"))
-            progress("allocating the KV cache")
-            self._call_all("init_cache", *limits.of_cache)
+            self._call_all("load")
             if parallel.expert:
                 self._store = self._threads[0].call("open_store").result()
-            else:
-                self.regroup(GroupPlan(generation=0))
+            progress("forming groups")
+            self.regroup(GroupPlan(generation=0))
+            progress("measuring memory")
+            limits = agree_limits(self._config, self._call_all("measure"))
+            progress("allocating the KV cache")
+            self._call_all("init_cache", *limits.of_cache)
         except BaseException as error:
             self.shutdown()
             if isinstance(error, ValueError):

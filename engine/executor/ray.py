@@ -1,18 +1,17 @@
 """Workers as Ray actors in the engine's placement group.
 
-Ray places, starts and stops them; plans and results are sent over the channel. Workers start
-without groups: the first `regroup` forms their groups, and adds a replacement worker in the same
-way.
+Ray places, starts and stops them; everything after the loading of weights is sent over the channel.
+Workers start without groups: a `regroup` forms them, and adds a replacement worker in the same way.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import msgspec
 import ray
@@ -42,19 +41,26 @@ from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AdapterLoaded,
     AsyncModelRunnerOutput,
+    CacheReady,
     GroupPlan,
+    InitCache,
     LoadAdapter,
+    MeasureMemory,
+    MemoryMeasured,
     ModelRunnerOutput,
     Regroup,
     Regrouped,
     SchedulerOutput,
     Shutdown,
+    WorkerCommand,
     WorkerFailure,
     WorkerHello,
     WorkerLimits,
     WorkerMessage,
     WorkerProgress,
 )
+
+Answer = TypeVar("Answer", MemoryMeasured, CacheReady)
 
 _DEATH_POLL_S = 0.1
 """How often a wait checks whether the workers are alive."""
@@ -142,15 +148,16 @@ class RayExecutor(Executor):
     # ---------------------------------------------------------------- start and end
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
-        """Starts the workers. Engines that share experts form no group until the first
-        `regroup`."""
-        world = self._config.parallel.world
+        ranks = range(self._config.parallel.world)
         try:
-            progress(f"starting {world} workers")
-            self._start_workers(range(world), progress)
-            if not self._config.parallel.expert:
-                progress("forming groups")
-                self.regroup(GroupPlan(generation=0))
+            progress(f"starting {len(ranks)} workers")
+            self._start_workers(ranks, progress)
+            progress("forming groups")
+            self.regroup(GroupPlan(generation=0))
+            progress("measuring memory")
+            self._limits = agree_limits(self._config, self._measure(ranks))
+            progress("allocating the KV cache")
+            self._init_caches(ranks, self._limits)
         except ray.exceptions.RayTaskError as error:
             self.shutdown()
             if isinstance(error.cause, ValueError):
@@ -159,7 +166,6 @@ class RayExecutor(Executor):
         except BaseException:
             self.shutdown()
             raise
-        assert self._limits is not None
         return self._limits
 
     def shutdown(self) -> None:
@@ -176,8 +182,7 @@ class RayExecutor(Executor):
         self._inbox.close()
 
     def _start_workers(self, ranks: Iterable[int], progress: Progress) -> None:
-        """Creates workers, lets them load and allocate, and waits until they connect on both
-        channels."""
+        """Creates workers, lets them load, and waits until they connect on both channels."""
         limit_s = self._config.cluster.start_timeout_s
         nodes = placement_group_table(self._placement_group)["bundles_to_node_id"]
         self._bundles = self._bundles or stage_order(nodes)
@@ -188,18 +193,11 @@ class RayExecutor(Executor):
             new_workers.append(RayWorker(rank, self._create(rank, bundle, node), node))
             self._workers[rank] = new_workers[-1]
         progress(f"loading weights on {len(new_workers)} workers")
-        loaded = self._load(new_workers, progress)
-        for worker, limits in zip(new_workers, loaded, strict=True):
-            worker.pid = limits.pid
+        self._load(new_workers, progress)
+        for worker in new_workers:
             if worker.rank == 0:
                 self._store = ray.get(worker.actor.open_store.remote(), timeout=limit_s)
-        if self._limits is None:
-            self._limits = agree_limits(self._config, loaded)
-        progress("allocating the KV cache")
-        size = self._limits.of_cache
-        ray.get([worker.actor.init_cache.remote(*size) for worker in new_workers], timeout=limit_s)
-        for worker in new_workers:
-            worker.run = worker.actor.run.remote()
+            worker.run = worker.actor.run.remote(self._generation)
         progress("connecting the workers")
         deadline = time.monotonic() + limit_s
         late = f"a new worker did not connect within cluster.start_timeout_s={limit_s:g}"
@@ -209,14 +207,49 @@ class RayExecutor(Executor):
                 if (ended := worker.exit_reason()) or time.monotonic() > deadline:
                     raise ExecutorError(f"worker {worker.rank} {ended}" if ended else late)
 
+    def _measure(self, ranks: Sequence[int]) -> list[WorkerLimits]:
+        """Lets workers measure their memory. Raises ConfigError if nothing fits."""
+        self._send(ranks, MeasureMemory())
+        limits = []
+        for measured in self._answers(ranks, MemoryMeasured, "measure their memory"):
+            if measured.limits is None:
+                raise ConfigError(measured.refusal)
+            limits.append(measured.limits)
+        return limits
+
+    def _init_caches(self, ranks: Sequence[int], limits: ExecutorLimits) -> None:
+        """Lets workers allocate their KV caches."""
+        self._send(ranks, InitCache(*limits.of_cache))
+        for _ready in self._answers(ranks, CacheReady, "allocate their KV cache"):
+            pass
+
+    def _answers(self, ranks: Sequence[int], kind: type[Answer], what: str) -> Iterator[Answer]:
+        """Yields a message of this kind from each of these workers. Raises GroupBroken, WorkerLost,
+        and ExecutorError after `cluster.start_timeout_s`."""
+        limit_s = self._config.cluster.start_timeout_s
+        deadline = time.monotonic() + limit_s
+        missing = set(ranks)
+        while missing:
+            messages = self._receive()
+            for message in messages:
+                if isinstance(message, kind):
+                    missing.discard(message.rank)
+                    yield message
+                elif isinstance(message, WorkerFailure) and message.rank in ranks:
+                    self._raise_if_failed(message)
+            if not messages:
+                self.check()
+            if missing and time.monotonic() > deadline:
+                raise ExecutorError(
+                    f"workers {sorted(missing)} did not {what} within "
+                    f"cluster.start_timeout_s={limit_s:g}"
+                )
+
     def _load_adapters(self, ranks: list[int]) -> None:
         """Lets replacement workers load the adapters of their predecessors. An adapter that one
         cannot load is reported like in `loaded_adapters`."""
         for command in self._loads.replace_workers(ranks):
-            for rank in ranks:
-                peer = self._workers[rank].peer
-                assert peer is not None
-                self._inbox.send(peer, command)
+            self._send(ranks, command)
         deadline = time.monotonic() + _RELOAD_TIMEOUT_S
         while self._loads.missing() and time.monotonic() < deadline:
             self._receive()
@@ -237,7 +270,7 @@ class RayExecutor(Executor):
             ),
         ).remote(self._config, rank, local_workers, self._keys, *addresses)
 
-    def _load(self, workers: list[RayWorker], progress: Progress) -> list[WorkerLimits]:
+    def _load(self, workers: list[RayWorker], progress: Progress) -> None:
         """Loads the model on these workers, and reports the progress of the first one."""
         loads = [worker.actor.load.remote() for worker in workers]
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
@@ -252,12 +285,13 @@ class RayExecutor(Executor):
                     f"workers {[m.rank for m in workers]} did not load within "
                     f"cluster.start_timeout_s={self._config.cluster.start_timeout_s:g}"
                 )
-        return cast("list[WorkerLimits]", ray.get(loads))
+        for worker, pid in zip(workers, ray.get(loads), strict=True):
+            worker.pid = pid
 
     # ---------------------------------------------------------------- steps
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
-        self._send_all(plan)
+        self._send(self._workers, plan)
         return RayOutput(self, plan.step)
 
     def wait_for(self, step: int) -> ModelRunnerOutput:
@@ -304,7 +338,7 @@ class RayExecutor(Executor):
             self._lost[failure.rank] = f"(pid {pid}) failed: {failure.message}"
 
     def load_adapter(self, command: LoadAdapter) -> None:
-        self._send_all(self._loads.begin(command))
+        self._send(self._workers, self._loads.begin(command))
 
     def loaded_adapters(self, wait_s: float) -> list[AdapterLoaded]:
         if not self._loaded:
@@ -325,7 +359,7 @@ class RayExecutor(Executor):
         plan = msgspec.structs.replace(
             groups, generation=self._generation, store=store, secret=secrets.token_bytes()
         )
-        self._send_all(Regroup(plan))
+        self._send(self._workers, Regroup(plan))
         self._heartbeats.forming(self._generation)
         absent, regrouped = set(self._workers), []
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
@@ -363,6 +397,8 @@ class RayExecutor(Executor):
         self.abort()
         try:
             self._start_workers(lost, lambda text: None)
+            assert self._limits is not None, "the engine has started"
+            self._init_caches(lost, self._limits)
             self._load_adapters(lost)
         except ray.exceptions.RayError as error:
             raise ExecutorError(
@@ -399,9 +435,9 @@ class RayExecutor(Executor):
 
     # ---------------------------------------------------------------- the channel
 
-    def _send_all(self, command: Any) -> None:
+    def _send(self, ranks: Iterable[int], command: WorkerCommand) -> None:
         frame = msgspec.Raw(msgspec.msgpack.encode(command))
-        for worker in self._workers.values():
+        for worker in map(self._workers.__getitem__, ranks):
             assert worker.peer is not None, "workers are connected by `start` and `repair`"
             self._inbox.send(worker.peer, frame)
 

@@ -48,6 +48,7 @@ class ModelShape:
         self._values = {key: value for key, value in values.items() if key not in _MAY_DIFFER}
         self._values["dtype"] = str(dtype)
         self._pooling = pooling and replace(pooling, **_OF_TEXTS)
+        self.hf_config, self.pooling = hf_config, pooling
 
     def refuse_other(self, new: ModelShape, path: str) -> None:
         """Raises `ValueError`, with the first key that differs."""

@@ -162,7 +162,7 @@ def test_the_memory_of_the_draft_model_counts() -> None:
         assert blocks(same) == blocks(plain) // 2
         assert blocks(half) == int(blocks(plain) / 1.5)
         workers = [llm._engine.core.executor._worker for llm in (plain, same)]
-        plain_bytes, both_bytes = (worker.load().weight_bytes for worker in workers)
+        plain_bytes, both_bytes = (worker.load() for worker in workers)
         assert both_bytes == 2 * plain_bytes
 
 

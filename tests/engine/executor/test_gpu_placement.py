@@ -22,7 +22,6 @@ from swell.coordinator.transport.channel import ChannelAddress, make_keys
 from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import stage_order
 from swell.worker.actor import WorkerActor
-from swell.worker.wire import WorkerLimits
 
 pytestmark = pytest.mark.slow
 
@@ -124,8 +123,8 @@ def test_a_worker_computes_on_the_gpu_that_ray_has_assigned(
         def __init__(self, *_args: Any, gpu: int, **_options: Any) -> None:
             made.append(gpu)
 
-        def load(self) -> WorkerLimits:
-            return WorkerLimits(1, 1, 1)
+        def load(self) -> int:
+            return 1
 
     monkeypatch.setattr(swell.worker.worker, "Worker", FoundWorker)
     monkeypatch.setattr(ray, "get_gpu_ids", lambda: ["6"])

@@ -272,7 +272,8 @@ def test_a_process_with_frozen_garbage_collection_frees_weights(
     model = ModelConfig(path=str(tmp_path), device="cpu", backend=backend)
     worker = Worker(Config(model=model, cache=CacheConfig(memory_bytes=4_000_000)))
     try:
-        limits = worker.load()
+        worker.load()
+        limits = worker.measure()
         worker.init_cache(limits.num_blocks, limits.max_model_len)
         freeze_gc()
         for generation in (1, 3):

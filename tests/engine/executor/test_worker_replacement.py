@@ -16,7 +16,7 @@ from swell.engine.executor import ExecutorError
 from swell.engine.executor import ray as executor_module
 from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.ray import RayExecutor, RayWorker
-from swell.worker.wire import AdapterLoaded, LoadAdapter, WorkerCommand, WorkerHello, WorkerLimits
+from swell.worker.wire import AdapterLoaded, LoadAdapter, WorkerCommand, WorkerHello
 
 SOON_S = 60.0
 
@@ -79,18 +79,9 @@ class FrozenExecutor(RayExecutor):
     def _create(self, *_arguments: Any) -> Any:
         return FrozenWorker()
 
-    def _load(self, workers: list[Any], _progress: Any) -> Any:
-        limits = WorkerLimits(
-            num_blocks=8,
-            max_model_len=64,
-            vocab_size=9,
-            weight_bytes=0,
-            pid=1,
-            samples=True,
-            keeps_kv=True,
-            offload_blocks=(0, 0),
-        )
-        return [limits for _ in workers]
+    def _load(self, workers: list[Any], _progress: Any) -> None:
+        for worker in workers:
+            worker.pid = 1
 
 
 @pytest.mark.timeout(60)

@@ -48,7 +48,8 @@ class Engine:
         parallel = config.parallel
         self.output_rank = parallel.world - parallel.tensor
         self.members = [WorkerThread(config, rank) for rank in range(parallel.world)]
-        self.limits = collect([member.call("load") for member in self.members])
+        collect([member.call("load") for member in self.members])
+        self.limits = collect([member.call("measure") for member in self.members])
         collect(
             [
                 member.call("init_cache", MAX_ROWS * ROW_BLOCKS, BLOCK_TOKENS * ROW_BLOCKS)

@@ -243,8 +243,9 @@ def test_mapped_weights_reduce_the_memory_for_the_cache(
         config = configured(folder, model__device="cpu", cache__memory_fraction=1.0)
         worker = Worker(config)
         try:
-            limits = worker.load()
-            nbytes = limits.weight_bytes if folder == saved else 0
+            weight_bytes = worker.load()
+            nbytes = weight_bytes if folder == saved else 0
+            limits = worker.measure()
             block_bytes = kv_cache.bytes_per_block(
                 worker.model.attention_layers(), config.cache.block_tokens, torch.float32
             )
