@@ -7,12 +7,15 @@ from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlP
 from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm
+from tests.simulator.simulated_ray.ray import RayOptions
 
 LOOK_S = 0.25
 """Seconds between two looks."""
 _SILENT_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time within which an engine has noticed that its coordinator is silent, and has looked for
 another one."""
+_START_S = 1.5 * RayOptions.start_s + LOOK_S
+"""The longest time from when Ray gives up a coordinator until a look sees its successor."""
 _EXCUSED_S = 2 * STALL_TIMEOUT_S
 """The time after a long disturbance within which its engine may be killed because of it."""
 
@@ -52,18 +55,21 @@ class Disturbances:
         return any(net.is_blocked(process.host, host) for host in hosts)
 
     def _follows_an_earlier_coordinator(self, engine: SimEngine) -> bool:
-        """Returns whether the engine follows an earlier coordinator that was still alive when Ray,
-        which had given up its host, started the newest one. The engine can notice its silence only
-        later."""
-        *earlier, (newest, _) = self._plane.coordinators
+        """Returns whether the engine follows an earlier coordinator, at another address, that was
+        still alive when Ray gave up its host and began to start the newest one. The engine can
+        notice its silence only later, whether or not the newest one already runs."""
+        *earlier, (newest, service) = self._plane.coordinators
         if engine.server is None or newest not in self._coordinators:
             return False
         followed, now = engine.server._coordinator_client._address, self._kernel.now
+        if followed == service.address:
+            return False
         begun, _ = self._coordinators[newest]
+        given_up = begun - _START_S
         for process, each in earlier:
             _, until = self._coordinators.get(process, (0.0, 0.0))
             is_unnoticed = now - until < _SILENT_S / self._faults.slowest_clock
-            if each.address == followed and until >= begun and is_unnoticed:
+            if each.address == followed and until >= given_up and is_unnoticed:
                 return True
         return False
 

@@ -50,7 +50,7 @@ class MembershipWatch:
         and those that serve until their replacements do."""
         self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
         """Incarnations that were asked to leave, with the coordinator that removed them, and the
-        engine if it was healthy."""
+        engine if it was healthy until it was out of the roster."""
         self._ended: set[Process] = set()
         """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
@@ -70,6 +70,7 @@ class MembershipWatch:
             members = _by_incarnation(coordinator.members)
             engines = {e.server.incarnation: e for e in plane.engines if e.server is not None}
             self._look_at_lost(coordinator, members, engines)
+            self._look_at_asked(members)
             self._look_at_silent(coordinator, members, engines)
             self._look_at_repaired(members, engines)
             self._look_at_group(coordinator, engines)
@@ -275,6 +276,13 @@ class MembershipWatch:
                 if engine is not None and self._watch.may_lose(engine):
                     engine = None
                 self._asked[member.incarnation] = coordinator, engine
+
+    def _look_at_asked(self, members: dict[int, Member]) -> None:
+        """Excuses an engine that was silent for long after it was asked to leave, and before the
+        group without it had formed: the coordinator removes it at once, as lost."""
+        for incarnation, (coordinator, engine) in self._asked.items():
+            if engine is not None and incarnation in members and self._watch.is_excused(engine):
+                self._asked[incarnation] = coordinator, None
 
     def _on_keep(self, ranks: list[int]) -> None:
         """Forgets earlier requests to leave: an engine that is kept leaves only after another

@@ -86,8 +86,9 @@ class Prober:
         if ingress.llm is None or not ingress.process.runs or not ingress.llm.has_seen_engine:
             return
         ready = ingress.llm.check_ready()
-        if ready.coordinator_silent and ingress.llm._readiness._state == "paused":
-            return  # only the coordinator can say that the engines were resumed
+        knows_pause = ingress.llm._readiness._state == "paused"
+        if ready.coordinator_silent and knows_pause != self._plane.operator.paused:
+            return  # only the coordinator can say that the engines were paused or resumed
         self._number += 1
         request = Request(self._kernel.now, ingress.index, (self._number % 50,), 2, 0)
         probe = self._probes[ingress] = SimRequest(self._number, request)

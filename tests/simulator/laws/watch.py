@@ -142,7 +142,11 @@ class Watch:
 
     def may_lose(self, engine: SimEngine) -> bool:
         """Returns whether the engine is or was disturbed, so that it may count as lost."""
-        return self._disturbances.is_disturbed(engine) or self._disturbances.is_excused(engine)
+        return self._disturbances.is_disturbed(engine) or self.is_excused(engine)
+
+    def is_excused(self, engine: SimEngine) -> bool:
+        """Returns whether the engine hangs or was recently disturbed for long."""
+        return self._disturbances.is_excused(engine)
 
     def was_lost(self, engine: SimEngine) -> bool:
         """Returns whether the engine was ever disturbed, or ended without a request."""
