@@ -116,6 +116,8 @@ class ClusterManager:
             await self.save()
             await self._coordinator.take_over(self._manager_state)
             newcomers = await self.upgrader.adopt(self.target, previous.drains)
+            # The earlier manager may have been lost before it recorded that they had joined.
+            self._state = control_state.on_joined(self._state, self._fleet.view().serving)
             if not previous.desired.target:
                 self._state = control_state.adopt(self._state, self._fleet.view(), self._limits)
             if newcomers:

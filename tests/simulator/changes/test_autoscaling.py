@@ -8,7 +8,15 @@ import pytest
 from swell.coordinator.manager_state import ScalingCounts
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
-from tests.simulator.scenario import HOSTS, SLOW_STEP_S, Fault, Operation, Request, Scenario
+from tests.simulator.scenario import (
+    HOSTS,
+    SLOW_STEP_S,
+    AtMessage,
+    Fault,
+    Operation,
+    Request,
+    Scenario,
+)
 
 _BURST_AT_S = 3.0
 _QUIET_AT_S = 40.0
@@ -62,6 +70,21 @@ def test_a_growth_without_room_waits_until_the_target_falls() -> None:
     assert provider.added == []
     assert ScalingCounts(4, 3) in seen, "all but one wait"
     assert seen[-1].target == 1 and seen[-1].pending == 0 and not seen[-1].grows
+
+
+def test_the_target_follows_the_load_although_the_first_manager_saw_no_engine_join() -> None:
+    """Manager and coordinator terminate while the first engine joins, so it is in the roster before
+    the next manager starts. No host has room for the other three."""
+    requests = (Request(_QUIET_AT_S, 0, (1,), 1, 0),)
+    faults = (Fault("kill-control", 0.5, trigger=AtMessage("join", 1)),)
+    operations = (Operation(8.0, "scale", 4),)
+    run = Run(Scenario(0, 1, 1, False, requests, faults, operations, autoscaled=True))
+    assert run.plane.provider is not None
+    run.plane.provider.can_add = False
+    seen = watch(run)
+    assert run.judge().broken == [] and len(run.faults.happened) == 2
+    assert ScalingCounts(4, 3) in seen, "all but one wait"
+    assert seen[-1].target == 1
 
 
 @pytest.mark.parametrize("expert", [False, True])

@@ -13,7 +13,14 @@ from swell.coordinator import roster
 from swell.coordinator.manager_state import DesiredState, ManagerState, Sleep
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
-from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run, transient
+from tests.cluster.control.fake_manager import (
+    START_S,
+    ManagerHarness,
+    busy,
+    permanent,
+    run,
+    transient,
+)
 
 # -------------------------------------------------------------------------------- managers
 
@@ -35,6 +42,23 @@ def test_a_new_manager_adopts_serving_engines() -> None:
         assert harness.active == [0]
 
     run(scenario, data=1)
+
+
+def test_an_adopted_engine_shows_that_the_cluster_has_served() -> None:
+    """The old manager was lost while its first engine joined. A failed start of the other engine
+    must not end the application."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        member = harness.placement.add_existing(0)
+        harness.coordinator.roster = roster.join(Roster(), [member])
+        harness.placement.always = permanent("out of memory")
+        await harness.manager.start()
+        await asyncio.sleep(20)
+        assert harness.active == [0]
+        assert not (await harness.manager.not_ready_reason())[1]
+        assert harness.checkpoints.page[0].desired.served, "the next manager knows it, too"
+
+    run(scenario, data=2)
 
 
 def test_a_new_manager_continues_a_drain() -> None:
