@@ -115,10 +115,12 @@ class CacheConfig(Section, frozen=True):
     """Number of tokens of one KV block."""
     memory_bytes: Positive | None = None
     """Bytes of the KV cache of one worker; None: determined by `memory_fraction`."""
-    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
-    """Fraction of the device's free memory for the KV cache, after the weights are loaded. On CPU
-    the limit of a container counts, and the cache is never larger than `scheduler.max_rows`
-    requests of `model.max_model_len` tokens can use."""
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Fraction of the device's free memory for the KV cache, after the weights are loaded; None:
+    0.8 on a CPU, and 1 on a GPU. On a GPU free is what the largest steps leave, which are computed
+    once at the start, except 2 % of the GPU. On a CPU the limit of a container counts, and the
+    cache is never larger than `scheduler.max_rows` requests of `model.max_model_len` tokens can
+    use."""
     prefix_caching: bool = True
     session_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Fraction of the KV cache in which prefixes of sessions are kept longer than those of other

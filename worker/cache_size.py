@@ -12,6 +12,12 @@ from swell.worker.moe.experts import max_share_bytes
 from swell.worker.moe.routed_experts import RouteLayout
 from swell.worker.step import kv_cache
 
+_FRACTIONS = {"cpu": 0.8, "cuda": 1.0}
+"""The default of `cache.memory_fraction`: other processes use the memory of a host, too, but on a
+GPU everything else was measured."""
+_GROUPS_BYTES = 512 * 1024**2
+"""An estimate for the two groups between engines that share experts."""
+
 
 def block_bytes(config: Config, model: Model, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
     """Returns the bytes of one block: its K and V, and everything else that is kept for it."""
@@ -29,25 +35,37 @@ def count_cache_blocks(
     dtype: torch.dtype,
     draft_model: NoDraftModel,
     device: torch.device,
-    local_workers: int,
+    free_bytes: int,
     length: int,
     mapped_bytes: int,
     adapter_bytes: int,
 ) -> int:
-    """Returns how many KV blocks fit into the worker's memory. `length`: tokens of the longest
-    sequence; `mapped_bytes`: bytes of weights that are read from their file as they are used;
-    `adapter_bytes`: bytes reserved for adapters that are loaded later. Raises `ValueError` if not
-    even one block fits."""
+    """Returns how many KV blocks fit into the worker's memory. `free_bytes`: what the device has
+    left, on a GPU in the largest step; `length`: tokens of the longest sequence; `mapped_bytes`:
+    bytes of weights that are read from their file as they are used; `adapter_bytes`: bytes reserved
+    for adapters that are loaded later. Raises `ValueError` if not even one block fits."""
     cache, rows = config.cache, config.scheduler.max_rows
     useful = rows * -(-length // cache.block_tokens) if device.type == "cpu" else None
     if not kv_cache.keeps_kv(model.attention_layers()):
         useful = kv_cache.blocks_of_steps(config.scheduler, cache.block_tokens)
-    free = kv_cache.free_bytes(device, local_workers, config.cluster.gpus_per_worker)
-    free = max(0, free - mapped_bytes)  # a cache in their place would evict the weights
+    free = max(0, free_bytes - mapped_bytes)  # a cache in their place would evict the weights
     if device.type == "cpu":  # offloaded blocks are in the same memory
         free = max(0, free - cache.offload_bytes)
     free = max(0, free - adapter_bytes)
     if config.parallel.expert:
         free = max(0, free - max_share_bytes(moe_layers(model), config))
+        if device.type == "cuda":
+            free = max(0, free - _exchange_bytes(config, model, dtype))
     own_bytes = block_bytes(config, model, dtype, draft_model)
-    return kv_cache.count_blocks(cache, own_bytes, free, useful)
+    fraction = cache.memory_fraction or _FRACTIONS[device.type]
+    return kv_cache.count_blocks(cache, own_bytes, free, useful, fraction)
+
+
+def _exchange_bytes(config: Config, model: Model, dtype: torch.dtype) -> int:
+    """Returns the memory that steps need because `parallel.data` engines share experts: their
+    groups, and in each layer the tokens and the outputs of all engines. The profile run of an
+    engine that does not know the others yet contains neither."""
+    tokens = config.parallel.data * config.scheduler.max_tokens_per_step
+    layers = moe_layers(model)
+    per_token = (layer.hidden + layer.traits.top_k * (1 + 2 * layer.hidden) for layer in layers)
+    return _GROUPS_BYTES * bool(layers) + tokens * max(per_token, default=0) * dtype.itemsize

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
+from swell.kernels.inputs import Bucket
 from swell.worker.comm.groups import GroupError
 from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
@@ -191,15 +192,27 @@ class ModelRunner:
         thread."""
         return self._model_step.progress + self._draft_runner.progress
 
+    @property
+    def captures(self) -> list[tuple[Bucket, HeadOutput]]:
+        """The steps without adapters that may be captured, where each of their sizes is captured by
+        itself; the largest first."""
+        if self._buckets is None:
+            return []
+        buckets = sorted((*self._buckets.decode, *self._buckets.mixed), reverse=True)
+        return [(bucket, head) for bucket in buckets for head in HeadOutput]
+
     @torch.inference_mode()
+    def capture(self, bucket: Bucket, head: HeadOutput) -> None:
+        """Captures the steps of a bucket."""
+        self._model_step.capture(self.batches.build_empty(bucket), head)
+
     def capture_steps(self, on_progress: Callable[[], None]) -> None:
         """Captures the steps in which every row computes one token, where each of their sizes is
         captured by itself. Others are captured when they first occur. Calls `on_progress` after
         each capture."""
         for bucket in reversed(self._buckets.decode if self._buckets else []):
-            batch = self.batches.build_empty(bucket)  # the largest first: others use its memory
-            for head in HeadOutput:
-                self._model_step.capture(batch, head)
+            for head in HeadOutput:  # the largest first: others use its memory
+                self.capture(bucket, head)
                 on_progress()
 
     def drop_captures(self) -> None:

@@ -15,7 +15,8 @@ measure: it has the same size. Its groups are formed last, together with those o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -36,20 +37,21 @@ from swell.worker.loader import (
     LoadedWeights,
     load_config,
     load_weights,
-    max_model_len,
     resolve_dtype,
 )
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory.block_files import BlockFiles
+from swell.worker.memory.gpu_memory import GpuMemory
 from swell.worker.memory.new_weights import ModelShape, with_weights_of
 from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
+from swell.worker.memory.profile_run import PROFILE_BLOCKS, LargestSteps, profile
 from swell.worker.memory.sleep import SleepingWeights, collect_frozen, freed_by, give_back
 from swell.worker.model_interfaces import Model, PoolingModel, moe_layers
 from swell.worker.models import build_model
 from swell.worker.moe.dp_sync import make_dp_sync
 from swell.worker.moe.experts import rebalance
 from swell.worker.moe.routed_experts import RouteRecorder
-from swell.worker.pooling.pooler import Pooler, load_pooler, max_text_tokens, read_model_pooling
+from swell.worker.pooling.pooler import Pooler, load_pooler, read_model_pooling
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.step import kv_cache
 from swell.worker.vector_math import initialize_vector_math
@@ -147,25 +149,35 @@ class Worker:
         one KV block fits."""
         assert self._shape is not None, "load comes first"
         self._prepare_thread()
-        model, model_config, pooling = self._built_model, self.config.model, self._shape.pooling
-        hf_config = self._shape.hf_config
-        length = max_model_len(model_config, hf_config)
-        keeps_kv = kv_cache.keeps_kv(model.attention_layers())
-        if pooling is not None:
-            step_tokens = None if keeps_kv else self.config.scheduler.max_tokens_per_step
-            length = max_text_tokens(pooling, model, model_config, length, step_tokens)
-        sizes = self.config, model, self._dtype, self.draft_model
+        config = self.config
+        steps = LargestSteps.of(config, self._built_model, self._shape)
+        sizes = config, self._built_model, self._dtype, self.draft_model
+        gpu_share, own_bytes = config.cluster.gpus_per_worker, block_bytes(*sizes)
+        free_bytes = kv_cache.free_bytes(self.device, self.local_workers, gpu_share)
+        if self.device.type == "cuda" and config.cache.memory_bytes is None:
+            run = partial(self.profile, steps.within(free_bytes, own_bytes))
+            free_bytes = GpuMemory(self.device, gpu_share).measure(run).cache_bytes
         mapped_bytes = self._mapped_bytes + self.draft_model.mapped_bytes
-        lengths = length, mapped_bytes, self.adapters.reserved_bytes
-        offload_blocks = count_offload_blocks(self.config.cache, block_bytes(*sizes))
+        lengths = steps.max_model_len, mapped_bytes, self.adapters.reserved_bytes
+        offload_blocks = count_offload_blocks(config.cache, own_bytes)
         return WorkerLimits(
-            num_blocks=count_cache_blocks(*sizes, self.device, self.local_workers, *lengths),
-            max_model_len=length,
-            vocab_size=hf_config.get_text_config().vocab_size,
-            samples=pooling is None,
-            keeps_kv=keeps_kv,
-            offload_blocks=offload_blocks if keeps_kv else (0, 0),
+            num_blocks=count_cache_blocks(*sizes, self.device, free_bytes, *lengths),
+            max_model_len=steps.max_model_len,
+            vocab_size=steps.vocab_size,
+            samples=steps.samples,
+            keeps_kv=steps.keeps_kv,
+            offload_blocks=offload_blocks if steps.keeps_kv else (0, 0),
         )
+
+    def profile(self, steps: LargestSteps) -> Iterator[int]:
+        """Computes the largest steps before the KV cache exists (see `profile_run.py`). Afterwards
+        the worker has no more memory than before."""
+        self._prepare_thread()
+        self._bind_caches(PROFILE_BLOCKS)
+        try:
+            yield from profile(self._start_runner(steps.max_model_len), steps)
+        finally:
+            self._drop_caches()
 
     def _build_model(self) -> LoadedWeights:
         """Builds and loads the model."""
@@ -212,12 +224,21 @@ class Worker:
         The arguments are the engine's: the smallest limits of all its workers. Raises `OSError` if
         the file for blocks on disk cannot be created.
         """
-        assert self.mesh is not None, "load must be called first"
         self._prepare_thread()
-        backends.prepare(self.device.type)
         self._cache_size = num_blocks, max_model_len, offload_blocks
-        cache = self.config.cache
-        layers = self._built_model.attention_layers()
+        cache, caches = self.config.cache, self._bind_caches(num_blocks)
+        if any(offload_blocks):
+            self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
+        if cache.handover_folder is not None:
+            self._block_files = BlockFiles(caches, cache, self.rank, self._count_progress)
+        self._start_runner(max_model_len)
+        self._capture_steps()
+
+    def _bind_caches(self, num_blocks: int) -> list[torch.Tensor]:
+        """Allocates the KV cache; returns all tensors that hold a part of a block."""
+        assert self.mesh is not None, "load must be called first"
+        backends.prepare(self.device.type)
+        cache, layers = self.config.cache, self._built_model.attention_layers()
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
         caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
         of_drafts = self.draft_model.allocate(num_blocks, cache.block_tokens, self.device)
@@ -234,12 +255,7 @@ class Worker:
             )
             if self.mesh is not None and self.mesh.is_last_stage:
                 caches.append(self._routes.blocks.view(self._dtype))
-        if any(offload_blocks):
-            self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
-        if cache.handover_folder is not None:
-            self._block_files = BlockFiles(caches, cache, self.rank, self._count_progress)
-        self._start_runner()
-        self._capture_steps()
+        return caches
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Computes one step (see `ModelRunner.execute_model`)."""
@@ -369,18 +385,14 @@ class Worker:
                 self._sleeping_weights = None
             self.init_cache(*self._cache_size)
         else:
-            self._start_runner()
+            self._start_runner(self._cache_size[1])
 
     def _sleep(self, level: int) -> None:
         """Frees memory (see `GroupPlan.sleep_level`). On CPU, weights are in host memory
         already."""
-        self._progress_counter, self.runner = self.progress_counter, None
-        self._offload = self._block_files = self._routes = None
+        self._drop_caches()
         if self.model is None:
             return
-        for layer in self.model.attention_layers():
-            layer.unbind_cache()
-        self.draft_model.unbind_cache()
         if level > 1:
             self.adapters.close()
             self.adapters = NO_ADAPTERS
@@ -393,16 +405,25 @@ class Worker:
             self._is_whole = whole
         give_back(self.device)
 
-    def _start_runner(self) -> None:
+    def _drop_caches(self) -> None:
+        """Drops everything that `init_cache` has made."""
+        self._progress_counter, self.runner = self.progress_counter, None
+        self._offload = self._block_files = self._routes = None
+        if self.model is not None:
+            for layer in self.model.attention_layers():
+                layer.unbind_cache()
+            self.draft_model.unbind_cache()
+
+    def _start_runner(self, max_model_len: int) -> ModelRunner:
         """Starts with empty slots and an unused KV cache."""
-        assert self.mesh is not None and self._cache_size is not None
+        assert self.mesh is not None, "load comes first"
         self._progress_counter, self.runner = self.progress_counter, None
         args = ModelRunnerArgs(
             model=self._built_model,
             mesh=self.mesh,
             scheduler=self.config.scheduler,
             cache=self.config.cache,
-            max_model_len=self._cache_size[1],
+            max_model_len=max_model_len,
             device=self.device,
             enforce_eager=self.config.model.enforce_eager,
             tokenizer_path=self._tokenizer_path,
@@ -418,6 +439,7 @@ class Worker:
             ),
         )
         self.runner = ModelRunner(args)
+        return self.runner
 
     def _capture_steps(self) -> None:
         """Captures steps once, as soon as the worker can compute them."""

@@ -1,4 +1,4 @@
-"""A worker captures its steps once, when the cache and all groups exist that they use."""
+"""The start of a worker: what it measures, and when it captures its steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 
-from swell.configs.schema import load
+import swell.worker.worker
+from swell.configs.schema import CacheConfig, load
+from swell.worker.memory.gpu_memory import MemoryUse
 from swell.worker.model_interfaces import moe_layers
 from swell.worker.runner import ModelRunner
+from swell.worker.step import kv_cache
 from swell.worker.wire import GroupPlan
 from swell.worker.worker import Worker
 from tests.worker import tiny_models
+
+GPU = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -85,3 +92,38 @@ def test_experts_are_placed_when_the_cache_has_its_memory(
     worker.regroup(GroupPlan(2))
     assert all(list(layer.local_experts) for layer in layers)
     assert captures == [worker.runner]
+
+
+@pytest.mark.parametrize("memory_bytes", [None, 3_000_000])
+def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
+    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None
+) -> None:
+    """The worker computes on a CPU, and only measures a GPU. If the size of the cache is
+    configured, nothing is measured."""
+    worker = make("llama")
+    worker.config = replace(worker.config, cache=CacheConfig(memory_bytes=memory_bytes))
+    worker.load()
+    worker.regroup(GroupPlan(1))
+    ran: list[int] = []
+    found = MemoryUse(10**9, 5 * 10**8, 10**8, 2 * 10**8, 10**7)
+
+    class FoundMemory:
+        def __init__(self, device: torch.device, share: float) -> None:
+            assert (device, share) == (GPU, 1.0)
+
+        def measure(self, profile: Callable[[], Iterator[int]]) -> MemoryUse:
+            worker.device = torch.device("cpu")
+            ran.extend(profile())
+            worker.device = GPU
+            return found
+
+    monkeypatch.setattr(swell.worker.worker, "GpuMemory", FoundMemory)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 * 10**8, 10**9))
+    worker.device = GPU
+    limits = worker.measure()
+    worker.device = torch.device("cpu")
+    block_bytes = kv_cache.bytes_per_block(
+        worker._built_model.attention_layers(), 16, torch.float32
+    )
+    assert limits.num_blocks == (memory_bytes or found.cache_bytes) // block_bytes
+    assert ran == ([] if memory_bytes else [0])

@@ -51,21 +51,23 @@ def count_blocks(
     block_bytes: int,
     free: int,
     useful_blocks: int | None,
+    fraction: float,
 ) -> int:
     """Returns the number of blocks of the cache.
 
-    `free`: unused bytes of the device; `useful_blocks`: the most blocks that the rows can use
-    (None: memory is the only limit). Raises `ValueError` if not even one fits.
+    `free`: unused bytes of the device; `fraction`: the part of them that the cache may take;
+    `useful_blocks`: the most blocks that the rows can use (None: memory is the only limit). Raises
+    `ValueError` if not even one fits.
     """
     if block_bytes == 0:  # a stage without attention
         return useful_blocks or 1
-    budget = cache.memory_bytes or int(free * cache.memory_fraction)
+    budget = cache.memory_bytes or int(free * fraction)
     blocks = budget // block_bytes
     if blocks < 1:
         limit = (
             f"cache.memory_bytes={cache.memory_bytes}"
             if cache.memory_bytes
-            else f"cache.memory_fraction={cache.memory_fraction} of {free} free bytes"
+            else f"cache.memory_fraction={fraction:g} of {free} free bytes"
         )
         raise ValueError(
             f"no KV block of {cache.block_tokens} tokens fits: it needs {block_bytes} bytes, but "

@@ -401,15 +401,15 @@ def test_block_bytes_and_counts():
     layers = [Attention(8, 2, 64, 0.125), Attention(8, 4, 32, 0.125)]
     size = kv_cache.bytes_per_block(layers, 16, torch.bfloat16)
     assert size == 2 * 16 * (2 * 64 + 4 * 32) * 2
-    share = CacheConfig(memory_fraction=0.5)
-    assert kv_cache.count_blocks(share, size, 10 * size, None) == 5
-    assert kv_cache.count_blocks(share, size, 10 * size, 3) == 3
+    share = CacheConfig()
+    assert kv_cache.count_blocks(share, size, 10 * size, None, 0.5) == 5
+    assert kv_cache.count_blocks(share, size, 10 * size, 3, 0.5) == 3
     fixed = CacheConfig(memory_bytes=7 * size + 1)
-    assert kv_cache.count_blocks(fixed, size, 10**12, 100) == 7
+    assert kv_cache.count_blocks(fixed, size, 10**12, 100, 0.5) == 7
     with pytest.raises(ValueError, match=rf"needs {size} bytes.*memory_bytes=9 .*block_tokens"):
-        kv_cache.count_blocks(CacheConfig(memory_bytes=9), size, 10**12, None)
+        kv_cache.count_blocks(CacheConfig(memory_bytes=9), size, 10**12, None, 0.5)
     with pytest.raises(ValueError, match=r"memory_fraction=0.5 of 100 free bytes allows 50"):
-        kv_cache.count_blocks(share, size, 100, None)
+        kv_cache.count_blocks(share, size, 100, None, 0.5)
 
 
 def test_caches_are_bound_and_not_part_of_the_model():

@@ -1,0 +1,102 @@
+"""The memory of a GPU that a KV cache may take, after everything else that steps need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from swell.configs.runtime.log import first_line
+from swell.worker.memory.sleep import collect_frozen
+
+SPARE = 0.02
+"""The part of a worker's memory that stays unused: libraries allocate some memory later than in the
+measured steps, and torch cannot use every gap between its tensors."""
+
+
+class MemoryUse(NamedTuple):
+    """The memory of a worker before it has a KV cache, in bytes."""
+
+    limit_bytes: int
+    """The memory of the GPU that this worker may use."""
+    free_bytes: int
+    """Memory that no process has allocated."""
+    reserved_bytes: int
+    """Memory that torch has allocated for this process: at least the weights."""
+    peak_bytes: int
+    """The most that torch had allocated during the largest steps, including `reserved_bytes`."""
+    graph_bytes: int
+    """Memory of all steps that will be captured."""
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most that the KV cache may take. Groups and the CUDA context are part of neither
+        `free_bytes` nor `reserved_bytes`; torch may use only the sum of both."""
+        usable_bytes = min(self.free_bytes + self.reserved_bytes, self.limit_bytes)
+        spare_bytes = int(self.limit_bytes * SPARE)
+        return max(0, usable_bytes - self.peak_bytes - self.graph_bytes - spare_bytes)
+
+
+def estimate_graph_bytes(used_bytes: Sequence[int], captures: int) -> int:
+    """Returns the memory of all captures, from the memory in use before and after each of the first
+    ones, which are the largest. The first one makes the pool that all of them use; the others add
+    only their results and their operations."""
+    before, *after = used_bytes
+    if not after:
+        return 0
+    pool_bytes = max(0, after[0] - before)
+    if len(after) == 1:
+        return pool_bytes * captures
+    each_bytes = max(0, after[-1] - after[0]) / (len(after) - 1)
+    return pool_bytes + math.ceil(each_bytes * (captures - 1))
+
+
+class GpuMemory:
+    """Reads the memory of one GPU."""
+
+    def __init__(self, device: torch.device, share: float) -> None:
+        """`share`: the part of the GPU that this process may use."""
+        self._device, self._share = device, share
+
+    def measure(self, profile: Callable[[], Iterator[int]]) -> MemoryUse:
+        """Returns the memory that a profile run shows (see `profile_run.profile`). It is free after
+        the run. Raises `ValueError` if the GPU has too little for the largest steps."""
+        self.settle()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        try:
+            steps = profile()
+            captures = next(steps)
+            torch.cuda.synchronize(self._device)
+            peak_bytes = torch.cuda.max_memory_reserved(self._device)
+            used_bytes = [self._used_bytes()]
+            used_bytes += [self._used_bytes() for _ in steps]
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the largest step does not fit into the memory that the weights leave on "
+                f"{self._device}: {first_line(error)}; lower scheduler.max_tokens_per_step or "
+                "scheduler.max_rows, or split the model over more workers with parallel.tensor or "
+                "parallel.pipeline"
+            ) from error
+        self.settle()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryUse(
+            limit_bytes=int(total * self._share),
+            free_bytes=free,
+            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            peak_bytes=peak_bytes,
+            graph_bytes=estimate_graph_bytes(used_bytes, captures),
+        )
+
+    def settle(self) -> None:
+        """Returns everything to the device that no tensor uses."""
+        torch.cuda.synchronize(self._device)
+        collect_frozen()
+        torch.cuda.empty_cache()
+
+    def _used_bytes(self) -> int:
+        """Returns the allocated memory of the GPU, without what torch keeps for later tensors."""
+        self.settle()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
