@@ -224,7 +224,7 @@ class Fleet:
 
     async def _discard(self, handle: EngineHandle) -> None:
         try:
-            if await self._placement.may_end():  # else the next manager may have adopted it
+            if await self._may_end([handle]):  # else the next manager may have adopted it
                 await self._placement.end(handle)
                 # A restarted coordinator treats every engine that reports to it as a member.
                 await self._coordinator.remove_failed([handle.rank])
@@ -356,12 +356,37 @@ class Fleet:
 
     async def _end(self, handles: list[EngineHandle]) -> None:
         try:
-            if await self._placement.may_end():  # else they may serve the next manager
+            if await self._may_end(handles):  # else they may serve the next manager
                 await asyncio.gather(*(self._placement.end(handle) for handle in handles))
         finally:
             for handle in handles:
                 del self.ending[handle.rank]
             self.on_change()
+
+    @property
+    def dismissed(self) -> list[EngineHandle]:
+        """Handles of the engines that this manager ends: none of them may be in the roster."""
+        cancelled = (handle for handle in self.starting.values() if handle.leaving)
+        return [*self.ending.values(), *cancelled]
+
+    async def detach_again(self, handles: list[EngineHandle]) -> None:
+        """Remove dismissed engines from the roster. A coordinator that restarted before they
+        terminated treats them as members, because they report to it. They may still compute, so
+        their requests move as those of an engine that leaves."""
+        with self.transition(handles):
+            async with self.group_change_lock:
+                dismissed = self.dismissed
+                if ranks := [handle.rank for handle in handles if handle in dismissed]:
+                    await self._coordinator.detach(ranks)
+
+    async def _may_end(self, handles: list[EngineHandle]) -> bool:
+        """Whether this manager may terminate engines. An engine that is being detached again
+        terminates afterwards: otherwise its group would wait for it until it counts as silent."""
+        may_end = await self._placement.may_end()
+        if any(handle.in_transition for handle in handles):
+            async with self.group_change_lock:
+                pass  # `detach_again` is over
+        return may_end
 
     # ---------------------------------------------------------------- dying
 

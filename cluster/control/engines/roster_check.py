@@ -41,6 +41,13 @@ class RosterCheck:
                 await self._coordinator.leave([rank])
             elif not handle.leaving and member.state is MemberState.LEAVING:
                 await self._coordinator.cancel_leave([rank])
+        listed = [
+            handle
+            for handle in fleet.dismissed
+            if now.view.roster.find(handle.rank) is not None and not handle.in_transition
+        ]
+        if listed:
+            fleet.tasks.spawn(fleet.detach_again(listed))
         ours = {*fleet.engines, *fleet.starting, *fleet.ending}
         unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
         unknown_ranks += [rank for rank in now.view.roster.ranks if self._has_ended(rank)]

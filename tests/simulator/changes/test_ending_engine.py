@@ -9,6 +9,7 @@ import pytest
 
 from swell.coordinator.roster import Roster
 from tests.simulator.actors import SimEngine
+from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import SLOW_STEP_S, AtMessage, Fault, Operation, Request, Scenario
 
@@ -65,3 +66,25 @@ def test_the_next_coordinator_may_list_a_stopping_engine() -> None:
         slow_load_s=6.0,
     )
     assert Run(scenario).judge().broken == []
+
+
+@pytest.mark.parametrize("expert", [False, True])
+@pytest.mark.parametrize("kind", ["left", "cancelled"])
+def test_the_next_coordinator_does_not_keep_an_engine_that_waits_for_its_end(
+    expert: bool, kind: str
+) -> None:
+    """Ray's GCS is away, so the manager cannot end an engine that has left, or whose start it has
+    cancelled. The next coordinator treats it as a member, because it reports."""
+    left = (Operation(4.95, "scale", 1),)
+    cancelled = Operation(3.5, "scale", 3), Operation(5.5, "scale", 2)
+    faults = (Fault("gcs-away", 5.0, time_s=18.0),)
+    operations = left if kind == "left" else cancelled
+    scenario = Scenario(0, 2, 2, expert, (), faults, operations, slow_load_s=3.0, rooms=(1, 1, 1))
+    run = Run(scenario)
+    run.plane.kernel.at(9.0, WORLD, lambda: run.plane.coordinators[-1][0].kill())
+    listed: list[list[int]] = []
+    run.plane.on_roster.append(lambda before, after, kept: listed.append(after.ranks))
+    assert run.judge().broken == []
+    target = 1 if kind == "left" else 2
+    assert len(run.plane.coordinators) == 2
+    assert listed[-2:] == [[*range(target + 1)], [*range(target)]]

@@ -79,6 +79,7 @@ class MembershipWatch:
             self._look_at_requests(coordinator, members)
             if calm.manager_acts:
                 self._look_at_unknown(members)
+                self._look_at_ending(members)
                 self._look_at_intents(members)
                 self._look_at_troubles(members)
                 self._look_at_joined(coordinator, members)
@@ -151,6 +152,17 @@ class MembershipWatch:
             holds = incarnation not in ours
             if self._is_over(("unknown", incarnation), _UNKNOWN_S, holds=holds):
                 self._break(f"the manager does not have the engine {member.rank} of the roster")
+
+    def _look_at_ending(self, members: dict[int, Member]) -> None:
+        """Checks that an engine that the manager ends, or whose start it has cancelled, is out of
+        the roster in time, also if another coordinator lists it again."""
+        fleet = self._plane.manager.manager._fleet
+        cancelled = (handle for handle in fleet.starting.values() if handle.leaving)
+        ranks = {handle.rank for handle in (*fleet.ending.values(), *cancelled)}
+        for incarnation, member in members.items():
+            is_listed = member.rank in ranks and not fleet.view().is_committing
+            if self._is_over(("ending", incarnation), _FOLLOW_S, holds=is_listed):
+                self._break(f"engine {member.rank} is in the roster, and the manager ends it")
 
     def _look_at_group(self, coordinator: SimCoordinator, engines: dict[int, SimEngine]) -> None:
         """Checks that engines that share experts form their group in time. All engines of the old
