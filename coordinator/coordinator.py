@@ -91,8 +91,10 @@ class Coordinator:
     ) -> Roster:
         return self._service.detach(ranks, timeout_s, by, idle_epoch)
 
-    def remove_failed(self, ranks: list[int], by: ManagerId) -> Roster:
-        return self._service.remove_failed(ranks, by)
+    def remove_failed(
+        self, ranks: list[int], by: ManagerId, incarnations: list[int] | None
+    ) -> Roster:
+        return self._service.remove_failed(ranks, by, incarnations)
 
     def pause(self, by: ManagerId) -> Roster:
         return self._service.pause(by)

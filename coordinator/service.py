@@ -207,9 +207,15 @@ class CoordinatorService:
             lambda: self._change_for(by, detach),
         )
 
-    def remove_failed(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:
-        """Removes dead engines."""
-        return self._command(by, lambda now: self._state_machine.remove_failed(ranks, now))
+    def remove_failed(
+        self,
+        ranks: list[int],
+        by: ManagerId = NO_MANAGER,
+        incarnations: list[int] | None = None,
+    ) -> Roster:
+        """Removes dead engines; with `incarnations` only these."""
+        machine = self._state_machine
+        return self._command(by, lambda now: machine.remove_failed(ranks, now, incarnations))
 
     def pause(self, by: ManagerId) -> Roster:
         """Pauses all engines."""

@@ -290,9 +290,17 @@ class CoordinatorStateMachine:
         self._committed = None  # perhaps they are in no group
         return self._sync_roster(self.waves.change(self._without(set(ranks))), now)
 
-    def remove_failed(self, ranks: Iterable[int], now: float) -> RankedCommands:
-        """Removes dead engines from the roster at once."""
-        gone = set(ranks)
+    def remove_failed(
+        self, ranks: Iterable[int], now: float, incarnations: Container[int] | None = None
+    ) -> RankedCommands:
+        """Removes dead engines from the roster at once. With `incarnations` it removes only these:
+        the rank may have another engine by now."""
+        gone = {
+            rank
+            for rank in ranks
+            if incarnations is None
+            or ((found := self.current_member(rank)) and found.incarnation in incarnations)
+        }
         for rank in gone:
             self._joining.pop(rank, None)
         self.cluster_state.change(lambda roster: rosters.remove(roster, gone), now)

@@ -168,6 +168,13 @@ def test_only_its_own_thread_accesses_the_state(service) -> None:
     assert owned.other_threads == []
 
 
+def test_another_incarnation_of_a_rank_is_not_removed(service) -> None:
+    numbers = {0: 5, 1: 6}
+    members = [msgspec.structs.replace(member(r), incarnation=n) for r, n in numbers.items()]
+    service.join(members, SOON_S)
+    assert service.remove_failed([0, 1], incarnations=[4, 6]).ranks == [0]
+
+
 @pytest.mark.parametrize("part", ["tick", "_reports"])
 def test_a_failed_loop_stops_the_coordinator(monkeypatch, deaths, part) -> None:
     """A failure outside of any message terminates the coordinator; Ray starts another process."""

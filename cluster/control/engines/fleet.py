@@ -198,9 +198,10 @@ class Fleet:
     async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
         """Remove the previous incarnations of these engines from the roster: a coordinator that
         restarted before their servers stopped treats them as members."""
-        if ranks := [handle.rank for handle in handles if handle.previous is not None]:
+        previous = {handle.rank: handle.previous_incarnation for handle in handles}
+        if gone := {rank: number for rank, number in previous.items() if number is not None}:
             with contextlib.suppress(Exception):  # if it fails, their join is refused
-                await self._coordinator.remove_failed(ranks)
+                await self._coordinator.remove_failed([*gone], [*gone.values()])
 
     async def _prepare(self, handle: EngineHandle) -> None:
         """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
@@ -256,7 +257,7 @@ class Fleet:
             self.on_change()
 
     def _add_engine(self, handle: EngineHandle) -> None:
-        handle.is_extra, handle.previous = False, None
+        handle.is_extra, handle.previous, handle.previous_incarnation = False, None, None
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
@@ -399,9 +400,9 @@ class Fleet:
 
     async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
         """Remove and terminate an engine that died, or that has hung for `stopped_s` seconds."""
-        rank = handle.rank
+        rank, own = handle.rank, None if handle.ready is None else [handle.ready.incarnation]
         if self.starting.get(rank) is handle:
-            await self._coordinator.remove_failed([rank])
+            await self._coordinator.remove_failed([rank], own)
         if self.engines.get(rank) is not handle:
             return
         self.ending[rank] = self.engines.pop(rank)
@@ -409,7 +410,7 @@ class Fleet:
         self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
         self._on_death(handle, lived_s, why)
         try:
-            await self._coordinator.remove_failed([rank])
+            await self._coordinator.remove_failed([rank], own)
         finally:
             try:
                 await (self._placement.kill(handle) if stopped_s else self._placement.end(handle))

@@ -138,8 +138,10 @@ class Placement:
             if member is not None and member.state is MemberState.LEAVING:
                 handle.intent = Intent.LEAVE
             (newcomers if member is None else serving).append(handle)
-        if gone := set(roster.ranks) - {handle.rank for handle in serving}:
-            await self._coordinator.remove_failed(sorted(gone))
+        kept_ranks = {handle.rank for handle in serving}
+        if gone := [member for member in roster.members if member.rank not in kept_ranks]:
+            incarnations = [member.incarnation for member in gone]
+            await self._coordinator.remove_failed([member.rank for member in gone], incarnations)
         return serving, newcomers
 
     async def _probe(self, handle: EngineHandle, versions: Mapping[str, Version]) -> bool:

@@ -7,7 +7,7 @@ from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.ray.actor_errors import ActorRaised
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
-from swell.coordinator.roster import MemberState
+from swell.coordinator.roster import Member, MemberState
 from swell.coordinator.service import Membership
 
 
@@ -49,15 +49,17 @@ class RosterCheck:
         if listed:
             fleet.tasks.spawn(fleet.detach_again(listed))
         ours = {*fleet.engines, *fleet.starting, *fleet.ending}
-        unknown_ranks = [rank for rank in now.view.roster.ranks if rank not in ours]
-        unknown_ranks += [rank for rank in now.view.roster.ranks if self._has_ended(rank)]
-        if unknown_ranks:
-            await self._coordinator.remove_failed(unknown_ranks)
+        members = now.view.roster.members
+        if gone := [each for each in members if each.rank not in ours or self._has_ended(each)]:
+            incarnations = [member.incarnation for member in gone]
+            await self._coordinator.remove_failed([member.rank for member in gone], incarnations)
 
-    def _has_ended(self, rank: int) -> bool:
-        """Whether the engine is reloading, so that the roster lists its previous incarnation."""
-        handle = self._fleet.starting.get(rank)
-        return handle is not None and handle.previous is not None and not handle.in_transition
+    def _has_ended(self, member: Member) -> bool:
+        """Whether the engine is reloading, and the roster lists its previous incarnation."""
+        handle = self._fleet.starting.get(member.rank)
+        if handle is None or handle.in_transition:
+            return False
+        return handle.previous_incarnation == member.incarnation
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """Handle an engine that is missing from the roster. `reason`: why the coordinator removed

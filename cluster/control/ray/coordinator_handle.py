@@ -129,10 +129,11 @@ class CoordinatorHandle:
         call = self._send("detach", ranks, limit_s, self._manager_id(), idle_epoch)
         return await self._change_roster("detached", ranks, call, limit_s)
 
-    async def remove_failed(self, ranks: list[int]) -> None:
-        await self._change_roster(
-            "removed", ranks, self._send("remove_failed", ranks, self._manager_id())
-        )
+    async def remove_failed(self, ranks: list[int], incarnations: list[int] | None = None) -> None:
+        """Remove dead engines; with `incarnations` only these. The call may reach a successor of
+        the coordinator, which may list another engine of the rank."""
+        call = self._send("remove_failed", ranks, self._manager_id(), incarnations)
+        await self._change_roster("removed", ranks, call)
 
     async def _change_roster(
         self, event: str, ranks: list[int], call: Awaitable[Roster], limit_s: float = 0.0

@@ -166,9 +166,15 @@ class FakeCoordinator:
             self._change(roster.detach(self.roster, ranks), "detach", ranks)
         return self.roster
 
-    async def remove_failed(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int], incarnations: list[int] | None = None) -> None:
         self._lost |= set(ranks)
-        self._change(roster.remove(self.roster, ranks), "remove_failed", ranks)
+        others = {
+            m.rank
+            for m in self.roster.members
+            if m.incarnation not in (incarnations or [m.incarnation])
+        }
+        gone = [rank for rank in ranks if rank not in others]
+        self._change(roster.remove(self.roster, gone), "remove_failed", ranks)
 
     async def membership(self) -> Membership:
         return Membership(

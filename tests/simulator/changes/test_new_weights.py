@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from swell.coordinator.roster import Roster
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
 from tests.simulator.model import BROKEN_WEIGHTS
@@ -55,6 +56,27 @@ def test_no_process_exits_during_an_update(
     assert {engine.current_version for engine in run.plane.engines} == {name}
     wanted = next((w for w in reversed(weights) if w != BROKEN_WEIGHTS), 0)
     assert name.endswith(f"{wanted:012x}")
+
+
+def test_the_next_coordinator_keeps_an_engine_that_has_loaded_meanwhile() -> None:
+    """The coordinator terminates when the engine has left to load other weights. The next one lists
+    the engine with its new incarnation before the manager lets it join."""
+    run = _run(2, 1)
+    plane = run.plane
+    lost: list[int] = []
+
+    def on_detach(ranks: list[int]) -> None:
+        if len(plane.coordinators) == 1:
+            plane.kernel.at(plane.kernel.now + 0.05, WORLD, plane.coordinators[0][0].kill)
+
+    def on_roster(before: Roster, after: Roster, _kept: frozenset[int]) -> None:
+        gone = {m.incarnation for m in before.members} - {m.incarnation for m in after.members}
+        lost.extend(gone.difference(after.left))
+
+    plane.on_detach.append(on_detach)
+    plane.on_roster.append(on_roster)
+    assert run.judge().broken == [] and len(plane.coordinators) == 2
+    assert lost == [], "both engines only left"
 
 
 @pytest.mark.parametrize("kind", ["kill", "kill-control", "lose-worker", "cut", "gcs-away", "hang"])

@@ -73,7 +73,7 @@ class FakeCoordinator:
     async def view(self) -> ClusterView:
         return ClusterView(self.roster)
 
-    async def remove_failed(self, ranks: list[int]) -> None:
+    async def remove_failed(self, ranks: list[int], _incarnations: list[int] | None = None) -> None:
         self.lost += ranks
 
 
