@@ -34,7 +34,7 @@ from swell.worker.sample.logprobs import make_readers
 from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.block_tables import BlockTables
-from swell.worker.step.buckets import Buckets
+from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
 from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
@@ -169,11 +169,9 @@ class ModelRunner:
         self._buckets = (
             Buckets(rows, step_tokens, args.draft_tokens)
             if self._model_step.needs_buckets
-            else None
+            else NoBuckets()
         )
-        self.batches = BatchBuilder(
-            self.states, self.blocks, step_tokens, args.draft_tokens, self._buckets
-        )
+        self.batches = BatchBuilder(self.states, self.blocks, step_tokens, args.draft_tokens)
         self._reads_all = self.routes is not None or args.draft_model.reads_hidden
         self._draft_runner = args.draft_model.make_runner(self.states, self.blocks, step_tokens)
         # The engine does not plan further ahead than this, so an older send has been received.
@@ -196,21 +194,20 @@ class ModelRunner:
     def captures(self) -> list[tuple[Bucket, HeadOutput]]:
         """The steps without adapters that may be captured, where each of their sizes is captured by
         itself; the largest first."""
-        if self._buckets is None:
-            return []
         buckets = sorted((*self._buckets.decode, *self._buckets.mixed), reverse=True)
         return [(bucket, head) for bucket in buckets for head in HeadOutput]
 
     @torch.inference_mode()
     def capture(self, bucket: Bucket, head: HeadOutput) -> None:
         """Captures the steps of a bucket."""
-        self._model_step.capture(self.batches.build_empty(bucket), head)
+        batch = self.batches.build(SchedulerOutput(0), bucket)
+        self._model_step.capture(batch, head)
 
     def capture_steps(self, on_progress: Callable[[], None]) -> None:
         """Captures the steps in which every row computes one token, where each of their sizes is
         captured by itself. Others are captured when they first occur. Calls `on_progress` after
         each capture."""
-        for bucket in reversed(self._buckets.decode if self._buckets else []):
+        for bucket in reversed(self._buckets.decode):
             for head in HeadOutput:  # the largest first: others use its memory
                 self.capture(bucket, head)
                 on_progress()
@@ -234,17 +231,24 @@ class ModelRunner:
     def _execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         self.feedback.before_step(plan)
         self._apply(plan)
-        sync_result = self.dp_sync.before_step(plan)
-        if not plan.slots:
-            self.dp_sync.execute_dummy_batch()
-            return self._output(plan, sync_result, None)
-        batch = self.batches.build(plan)
         reading = [reader for reader in self.readers if reader.reads(plan)]
-        if reading or self.mesh.shares_experts or self._reads_all:
+        embeds = self.prompt_embeds.override(plan)
+        all_hidden = bool(reading) or self._reads_all
+        step = EngineStep.of(plan)
+        is_capturable = embeds is None and (not all_hidden or step.samples == step.tokens)
+        step = step._replace(is_capturable=is_capturable)
+        sync_result = self.dp_sync.before_step(plan, step)
+        if sync_result.moves_experts:
+            self._model_step.drop_captures()
+        bucket = self._buckets.choose(sync_result.steps)
+        if not plan.slots:
+            self._execute_dummy(plan, bucket)
+            return self._output(plan, sync_result, None)
+        batch = self.batches.build(plan, bucket)
+        if all_hidden or (self.mesh.shares_experts and bucket is None):
             batch = replace(batch, all_hidden=True)  # dp_sync has announced all tokens
         head = HeadOutput.ARGMAX if self.sampler.needs_only_argmax(batch) else HeadOutput.LOGITS
-        if (embeds := self.prompt_embeds.override(plan)) is not None:
-            batch = replace(batch, prompt_embeds=embeds)
+        batch = replace(batch, prompt_embeds=embeds, is_capturable=is_capturable)
         if (tokens := self.adapters.tokens(plan)) is not None:
             batch = replace(batch, adapters=tokens)
         hidden = self._forward(batch, head, plan)
@@ -257,6 +261,14 @@ class ModelRunner:
         self._draft_runner.after_sampling(plan, sampled, read)
         self._export(plan)
         return self._output(plan, sync_result, sampled)
+
+    def _execute_dummy(self, plan: SchedulerOutput, bucket: Bucket | None) -> None:
+        """Takes part in a step in which this engine has no rows and other engines may have some."""
+        if bucket is None:
+            self.dp_sync.execute_dummy_batch()
+        else:
+            batch = self.batches.build(plan, bucket)
+            self._model_step.hidden(batch, None, HeadOutput.LOGITS)
 
     def drain(self) -> None:
         """Finishes all messages between the workers before the groups are left. Every step must

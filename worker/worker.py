@@ -287,7 +287,8 @@ class Worker:
             expert_store = self._stores.connect(plan.expert_store, self.mesh, absent=[0])
         if plan.keep_states and store is not None and self.runner is not None:
             self.runner.drain()
-        if store is not None and self.runner is not None:
+        leaves_groups = store is not None or self.mesh.shares_experts
+        if leaves_groups and self.runner is not None:
             self.runner.drop_captures()
         moved = loaded = 0
         self.mesh.regroup(plan, store, expert_store)
@@ -445,7 +446,8 @@ class Worker:
         """Captures steps once, as soon as the worker can compute them."""
         if self.runner is not None and self._has_groups and not self._has_captured:
             self._has_captured = True
-            self.runner.capture_steps(self._count_progress)
+            if self.runner.mesh.data.size == 1:  # other engines may have captured them already
+                self.runner.capture_steps(self._count_progress)
 
     def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
         self._count_progress()

@@ -31,7 +31,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import Model
 from swell.worker.sample.sampler import PendingProposals, SamplerOutput
 from swell.worker.step.block_tables import BlockTables
-from swell.worker.step.buckets import Buckets
+from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
 from swell.worker.step.forward import HeadOutput, make_forward
 from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.request_states import RequestStates
@@ -168,8 +168,8 @@ class DraftRunner(ProposingRunner):
         # A row with proposals has one token more than in the step.
         step_tokens = max_tokens + states.max_rows
         needs_buckets = self._forward.needs_buckets
-        buckets = Buckets(states.max_rows, step_tokens) if needs_buckets else None
-        self._batches = BatchBuilder(states, blocks, step_tokens, buckets=buckets)
+        self._buckets = Buckets(states.max_rows, step_tokens) if needs_buckets else NoBuckets()
+        self._batches = BatchBuilder(states, blocks, step_tokens)
 
     @property
     def progress(self) -> int:
@@ -184,7 +184,7 @@ class DraftRunner(ProposingRunner):
         return self._pass(step)
 
     def _pass(self, step: SchedulerOutput) -> Tensor | None:
-        batch = self._batches.build(step)
+        batch = self._batches.build(step, self._buckets.choose([EngineStep.of(step)]))
         hidden = self._forward.hidden(batch, None, HeadOutput.ARGMAX)
         if not batch.num_samples:
             return None

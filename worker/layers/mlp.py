@@ -23,6 +23,11 @@ class FeedForward(nn.Module, ABC):
     """The feed-forward block of a layer: maps [T, hidden] to [T, hidden], each token by itself."""
 
     @abstractmethod
+    def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]. slots [T] int64, or None: a token with the slot -1 is
+        padding, whose result may be anything."""
+
+    @abstractmethod
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         """Returns what to read from a checkpoint in which the block is called `name`."""
 
@@ -37,8 +42,7 @@ class GatedMLP(FeedForward):
         self.gate_up = MergedColumnParallelLinear(hidden, [intermediate] * 2, group, bias, what)
         self.down = RowParallelLinear(intermediate, hidden, group, bias, what=what)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]"""
+    def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
@@ -60,8 +64,7 @@ class GeluMLP(FeedForward):
         self.up = ColumnParallelLinear(hidden, intermediate, group, bias=True, what=what)
         self.down = RowParallelLinear(intermediate, hidden, group, bias=True, what=what)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]"""
+    def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         return self.down(gelu(self.up(x)))
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

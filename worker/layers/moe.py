@@ -96,23 +96,6 @@ class ExpertTraits:
     """The names of gate, up and down in a checkpoint."""
 
 
-@dataclass
-class TokenSlots:
-    """The slots of the tokens of a padded step, shared by all layers of a model; padding has the
-    slot -1."""
-
-    of_all: torch.Tensor | None = None
-    """[T] int64; None: the step is not padded."""
-    of_sampled: torch.Tensor | None = None
-    """[S] int64, for the tokens with which the last layer continues."""
-
-    def among(self, rows: int) -> torch.Tensor | None:
-        """Returns the slots of `rows` tokens, T or S. If T = S, those of all tokens: then padding
-        among the sampled ones may have a slot, but no other token lacks one."""
-        of_all = self.of_all
-        return of_all if of_all is None or len(of_all) == rows else self.of_sampled
-
-
 class MoE(FeedForward, Packable):
     """A feed-forward block of experts. The router is on every rank; each expert, or each copy of
     it, is on one rank of `mesh.expert`."""
@@ -123,7 +106,6 @@ class MoE(FeedForward, Packable):
         self.router = ReplicatedLinear(hidden, traits.count, bias=False)
         self.local_experts = ExpertTable(traits.count, mesh.device)
         """The experts that this rank holds."""
-        self._slots = TokenSlots()
         self.owners: Sequence[Sequence[int]] | None = None
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
@@ -136,24 +118,19 @@ class MoE(FeedForward, Packable):
         self._recorded: torch.Tensor | None = None
         """[max_tokens, k]: where the choices of each step are written; None: nowhere."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]. Every worker of the stage must call this, even without
-        tokens."""
+    def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+        """Every worker of the stage must call this, even without tokens. Padding chooses no
+        expert."""
         traits = self.traits
-        slots = self._slots.among(len(x))
         weights, choices = route(self.router(x), traits.top_k, traits.renormalize, slots)
         if self._recorded is not None:
             self._recorded[: len(choices)] = choices
         if self.load is not None:
             chosen = choices.flatten()
-            self.load.scatter_add_(0, chosen, torch.ones_like(chosen))
+            self.load.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
         if traits.round_weights:
             weights = weights.to(x.dtype)
-        return combine_experts(self._outputs(x, choices), weights)
-
-    def read_slots(self, slots: TokenSlots) -> None:
-        """Uses the slots that `slots` has in each step from now on."""
-        self._slots = slots
+        return combine_experts(self._outputs(x, choices, is_padded=slots is not None), weights)
 
     def record_choices(self, target: torch.Tensor) -> None:
         """Writes the choices of each step, [T, k], to the first rows of `target` [max_tokens, k]
@@ -222,20 +199,23 @@ class MoE(FeedForward, Packable):
             shape = tuple(target.shape)
             yield WeightShard(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
 
-    def _outputs(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, x: torch.Tensor, choices: torch.Tensor, *, is_padded: bool) -> torch.Tensor:
         """[T, hidden], [T, k] -> [T, k, hidden]: the output of each chosen expert for each
         token."""
         if self.mesh.data.size == 1:
             outputs = x.new_zeros(*choices.shape, self.hidden)
             self._compute(0, x, choices, outputs)
         else:
-            outputs = self._outputs_of_engines(x, choices)[: len(x)]
+            tokens = [len(x)] * self.mesh.data.size if is_padded else self.mesh.tokens
+            outputs = self._outputs_of_engines(x, choices, tokens)[: len(x)]
         return self.mesh.tensor.all_reduce(outputs)
 
-    def _outputs_of_engines(self, x: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        """[T, hidden], [T, k] -> [P, k, hidden]; `mesh.tokens` has the number of each engine's
-        tokens."""
-        tokens, top_k = self.mesh.tokens, self.traits.top_k
+    def _outputs_of_engines(
+        self, x: torch.Tensor, choices: torch.Tensor, tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """[T, hidden], [T, k] -> [P, k, hidden]; `tokens`: the number of each engine's tokens. All
+        engines pad a step to the same number, or none does."""
+        top_k = self.traits.top_k
         assert tokens[self.mesh.data.rank] == len(x), (
             "dp_sync announced a different number of tokens"
         )

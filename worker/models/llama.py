@@ -128,13 +128,15 @@ class LlamaLayer(nn.Module):
         sin: torch.Tensor,
         meta: AttentionMetadata,
         hidden_indices: torch.Tensor | None,
+        slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x and residual [T, hidden], the results of `norm_input` -> a pair whose sum is the
         layer's output, both [W, hidden], for the tokens `hidden_indices` [W] int64; None: for all
-        tokens. The K and V of all T tokens are written."""
+        tokens. slots [W] int64, or None: of these tokens, one with the slot -1 is padding. The K
+        and V of all T tokens are written."""
         x = self.attention(x, cos, sin, meta, hidden_indices)
         x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
-        return self.mlp(x), residual
+        return self.mlp(x, slots), residual
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""
@@ -231,10 +233,11 @@ class LlamaModel(nn.Module):
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for index, layer in zip(self.range, self.layers, strict=True):
             hidden_indices = batch.hidden_indices if layer is last else None
+            slots = batch.padded_slots(hidden_indices)
             x, residual = layer.norm_input(x, residual)
             if index in tapped:
                 self.taps.record(residual)
-            x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices)
+            x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices, slots)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual, self.taps.leaving())
         assert residual is not None, "each stage must have a layer"

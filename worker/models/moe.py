@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.mlp import FeedForward
-from swell.worker.layers.moe import ExpertTraits, MoE, PlainExpert, TokenSlots
+from swell.worker.layers.moe import ExpertTraits, MoE, PlainExpert
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.models.llama import LlamaForCausalLM
 from swell.worker.models.llama_traits import Traits
 from swell.worker.moe.experts import place_experts
-from swell.worker.step.intermediate import IntermediateTensors
-
-if TYPE_CHECKING:
-    from swell.worker.step.input_batch import InputBatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +96,6 @@ class MoeForCausalLM(LlamaForCausalLM):
         self.expert_traits = traits.experts
         self.expert_layers = tuple(i for i, sparse in enumerate(traits.sparse) if sparse)
         """The layers that have experts, in all stages."""
-        self._slots = TokenSlots()
-        for layer in self.moe_layers():
-            layer.read_slots(self._slots)
         if mesh.shares_experts:
             return
         for layer in self.moe_layers():
@@ -110,16 +103,6 @@ class MoeForCausalLM(LlamaForCausalLM):
             for expert, owner in enumerate(owners):
                 if owner == mesh.tensor_rank:
                     layer.local_experts[expert] = layer.make_expert()
-
-    def forward(
-        self, batch: InputBatch, intermediate: IntermediateTensors | None = None
-    ) -> torch.Tensor | IntermediateTensors:
-        """See `LlamaModel.forward`. Padded tokens choose no expert."""
-        self._slots.of_all = self._slots.of_sampled = None
-        if batch.bucket is not None:
-            self._slots.of_all = batch.attention.slot_mapping
-            self._slots.of_sampled = batch.sample_slots
-        return super().forward(batch, intermediate)
 
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         assert isinstance(traits, MoETraits)

@@ -4,12 +4,17 @@ Engines that share experts compute each step together: an expert's rank must tak
 token of every engine. So each step, even a dummy one, begins with one all-reduce over the
 corresponding workers of all engines, on CPU, of int64
 
-    [ engines that want another step | engines that vote for a pause | tokens of engine 0, 1, ... ]
+    [ engines that want another step | engines that vote for a pause | step of engine 0, 1, ... ]
 
-to which each engine adds its own values. All workers of a stage then know how many tokens of each
-engine the experts will get, and the step's result shows the engines whether all of them are done.
-If no engine has tokens, no layer is computed. If only this engine has none, it computes only the
-layers with experts.
+to which each engine adds its own values; a step is the numbers of `EngineStep`. The result shows
+the engines whether all of them are done. And all workers of a stage then know how many tokens of
+each engine the experts will get, and choose the same bucket by it (see `Buckets.choose`):
+
+- If there is a bucket, every engine computes it, even without tokens. So all engines capture and
+  replay the same steps in the same order from the moment on when their group was formed, and the
+  operations of the group in these steps match.
+- Otherwise, an engine without tokens computes only the layers with experts. If no engine has
+  tokens, no layer is computed.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import MixtureOfExperts, Model
 from swell.worker.moe.expert_balancer import ExpertBalancer
+from swell.worker.step.buckets import EngineStep
 from swell.worker.wire import SchedulerOutput
 
 
@@ -31,6 +37,8 @@ from swell.worker.wire import SchedulerOutput
 class DPSyncResult:
     """The result of the all-reduce; this engine is included in the counts."""
 
+    steps: list[EngineStep]
+    """[engines] the step of each engine."""
     working: int = 0
     """The number of engines that want another step."""
     pausing: int = 0
@@ -40,19 +48,22 @@ class DPSyncResult:
     imbalance: float = 0.0
     """The largest load imbalance of a layer's experts, if it was measured before this step;
     otherwise 0."""
+    moves_experts: bool = False
+    """Whether experts have moved before this step."""
 
 
 class DPSync:
     """One worker's side of the synchronization. This base class is for an engine that does not
     share experts."""
 
-    def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
-        """Synchronizes with the other engines; called once for every plan, in order."""
-        return DPSyncResult()
+    def before_step(self, plan: SchedulerOutput, step: EngineStep) -> DPSyncResult:
+        """Synchronizes with the other engines; called once for every plan, in order. `step`: the
+        plan's step."""
+        return DPSyncResult([step])
 
     def execute_dummy_batch(self) -> None:
-        """Takes part in the other engines' expert layers, in a step without tokens of this
-        engine."""
+        """Takes part in the other engines' expert layers, in a step without a bucket and without
+        tokens of this engine."""
 
 
 class LockstepDPSync(DPSync):
@@ -61,16 +72,21 @@ class LockstepDPSync(DPSync):
         self._mesh = mesh
         self._balancer = balancer
 
-    def before_step(self, plan: SchedulerOutput) -> DPSyncResult:
-        mesh = self._mesh
-        reduced = torch.zeros(2 + mesh.sync.size, dtype=torch.int64)
+    def before_step(self, plan: SchedulerOutput, step: EngineStep) -> DPSyncResult:
+        # A capture contains the addresses of experts, so none is made or used while they move.
+        moves_experts = self._balancer.is_moving
+        step = step._replace(is_capturable=step.is_capturable and not moves_experts)
+        sync = self._mesh.sync
+        reduced = torch.zeros(2 + sync.size * len(step), dtype=torch.int64)
         reduced[0], reduced[1] = plan.work, plan.pause
-        reduced[2 + mesh.sync.rank] = sum(plan.num_tokens)
+        reduced[2:].view(sync.size, -1)[sync.rank] = torch.tensor(step)
         started = time.monotonic()
-        working, pausing, *tokens = mesh.sync.all_reduce(reduced).tolist()
-        mesh.tokens = tokens
+        working, pausing = sync.all_reduce(reduced)[:2].tolist()
         sync_s = time.monotonic() - started
-        return DPSyncResult(working, pausing, sync_s, self._balancer.before_step())
+        steps = [EngineStep(*numbers) for numbers in reduced[2:].view(sync.size, -1).tolist()]
+        self._mesh.tokens = [each.tokens for each in steps]
+        imbalance = self._balancer.before_step()
+        return DPSyncResult(steps, working, pausing, sync_s, imbalance, moves_experts)
 
     def execute_dummy_batch(self) -> None:
         if not any(self._mesh.tokens):

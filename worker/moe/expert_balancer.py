@@ -48,6 +48,11 @@ class ExpertBalancer:
         """Layers that need another placement, and the experts that each rank holds there now."""
         self._log = StructuredLogger("worker.experts", rank=mesh.rank)
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether the next `before_step` moves experts."""
+        return bool(self._moves)
+
     def before_step(self) -> float:
         """Moves the experts of one layer or checks the loads, if due. Every worker of the stage
         calls this before each step. Returns the largest imbalance of a layer if loads were checked

@@ -30,6 +30,7 @@ from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import NO_TAPS
 from swell.worker.step.request_states import RequestStates
+from swell.worker.wire import SchedulerOutput
 
 MAX_SAMPLES = 128
 """A step with more samples is not captured on a CPU: its Python overhead hardly matters, and its
@@ -115,7 +116,9 @@ class _Key(NamedTuple):
 
 class CapturedForward(Forward):
     """A forward pass that replays captured operations. All workers of an engine capture and replay
-    the same steps in the same order, because operations of their groups are captured, too.
+    the same steps in the same order, because operations of their groups are captured, too. If
+    engines share experts, this holds for all of their workers: so their captures do not depend on
+    the head, which each engine needs by itself.
 
     Its results are valid until the next call; on a GPU, for operations that are queued before the
     next call. Sampled tokens and their logits, which are copied to the host while the next steps
@@ -126,13 +129,13 @@ class CapturedForward(Forward):
         super().__init__(model, states)
         self._mesh = mesh
         self._traits = traits(states.token_ids.device.type)
-        self._captured: dict[_Key, _Captured] = {}
+        self._captured: dict[_Key, _FixedSteps] = {}
         self._capturable = True
         self._dropped_progress = 0
         """The operations of the captures that were dropped."""
         self._intermediate: IntermediateTensors | None = None
         """The output of the previous stage in all steps with a bucket."""
-        self._replayed: _Captured | None = None
+        self._replayed: _FixedSteps | None = None
         """The capture that computed the last hidden states; None: they were not replayed."""
 
     @property
@@ -171,23 +174,27 @@ class CapturedForward(Forward):
     @property
     def progress(self) -> int:
         captured = tuple(self._captured.values())
-        return self._dropped_progress + sum(each.graph.progress for each in captured)
+        return self._dropped_progress + sum(each.progress for each in captured)
 
-    def _find(self, batch: InputBatch, head: HeadOutput) -> _Captured | None:
+    def _find(self, batch: InputBatch, head: HeadOutput) -> _FixedSteps | None:
         """Returns the capture for the batch, which is made if there is none; None: the batch cannot
         be captured."""
         if not self._capturable or not self._fits(batch):
             return None
-        if not self._mesh.is_last_stage:
-            head = HeadOutput.LOGITS  # the stage computes no head
+        if not self._mesh.is_last_stage or self._mesh.shares_experts:
+            head = HeadOutput.LOGITS  # the capture computes no head
         key = _Key(head, batch.adapters is not None, batch.bucket)
         if key not in self._captured:
             forward, received = Forward(self._model, self._states), self._received(batch)
+            args = forward, batch, received, head, self._traits
             try:
-                self._captured[key] = _Captured(forward, batch, received, head, self._traits)
+                self._captured[key] = _CapturedSteps(*args)
             except NotCapturableError:
-                self._capturable = False
-                return None
+                self._mesh.check()  # the reason may be that the groups were aborted
+                if not self._mesh.shares_experts:
+                    self._capturable = False
+                    return None
+                self._captured[key] = _RepeatedSteps(*args)
         return self._captured[key]
 
     def _received(self, batch: InputBatch) -> IntermediateTensors | None:
@@ -202,10 +209,8 @@ class CapturedForward(Forward):
         return self._intermediate
 
     def _fits(self, batch: InputBatch) -> bool:
-        """Whether a capture computes what the batch needs: hidden states only of rows that sample,
-        and no embeddings in place of tokens."""
-        only_samples = not batch.all_hidden or batch.num_samples == batch.num_tokens
-        if not only_samples or batch.prompt_embeds is not None:
+        """Whether a capture computes the batch."""
+        if not batch.is_capturable:
             return False
         if not self._traits.has_fixed_sizes:
             return batch.num_samples <= MAX_SAMPLES
@@ -217,8 +222,8 @@ class CapturedForward(Forward):
         return not are_equal or batch.num_tokens == batch.num_samples
 
 
-class _Captured:
-    """The captured operations of the steps of one `_Key`, and their result tensors."""
+class _FixedSteps:
+    """Computes the steps of one `_Key`, all with the sizes of the key's bucket."""
 
     def __init__(
         self,
@@ -230,23 +235,19 @@ class _Captured:
     ) -> None:
         """`batch`: that of any step of the bucket, since all its steps use the same input tensors;
         `received`: the output of the previous stage, with at least as many tokens."""
-        self._head, self._traits = head, traits
+        self._forward, self._head, self._traits = forward, head, traits
         self._computed: IntermediateTensors | None = None
-        """The input of the next stage that the captured function has returned."""
-        sizes = _sizes_of_capture(batch)
+        """The input of the next stage that the model has returned; None on the last stage."""
+        self.sizes = sizes = _sizes_of_capture(batch)
         adapters = batch.adapters
         if adapters is not None:
             adapters = adapters._replace(num_tokens=sizes.tokens)
-        largest = replace(batch, sizes=sizes, all_hidden=False, adapters=adapters)
-        intermediate = received and received.first(sizes.tokens)
-        device = batch.inputs.input_ids.device.type
-        # [samples, hidden]; then [tokens, hidden] for each tapped layer; then the
-        # head's output, if it was captured
-        self._results, self.graph = capture(
-            lambda: self._compute(forward, largest, intermediate), device, *sizes[:3]
-        )
-        self._leaving = self._computed and self._computed.with_tensors(self._results)
-        """The input of the next stage, computed by each replay; None on the last stage."""
+        plan = SchedulerOutput(0)  # the results depend on no plan, and none is kept alive
+        self._batch = replace(batch, plan=plan, sizes=sizes, all_hidden=False, adapters=adapters)
+        self._intermediate = received and received.first(sizes.tokens)
+        self._results: list[Tensor] = []
+        """[samples, hidden]; then [tokens, hidden] for each tapped layer; then the head's output,
+        if it is computed here. Not on the last stage: the tensors for the next one."""
         self._views: dict[int, list[Tensor]] = {}
         """S -> the first S rows of the results. Where layer inputs are read, every token is a
         sample (see `CapturedForward`)."""
@@ -254,10 +255,19 @@ class _Captured:
         self.head_output: list[Tensor] = []
         """The layer inputs and the head's output of the last `run`."""
 
-    def _compute(
-        self, forward: Forward, batch: InputBatch, intermediate: IntermediateTensors | None
-    ) -> list[Tensor]:
-        hidden = forward.hidden(batch, intermediate, self._head)
+    @property
+    def progress(self) -> int:
+        """Number of operations computed without calling the model. May be read from any thread."""
+        return 0
+
+    def _refresh(self, sizes: Sizes) -> None:
+        """Sets the results to those of a step of these sizes."""
+        raise NotImplementedError
+
+    def _compute(self) -> list[Tensor]:
+        """Calls the model, and returns the results."""
+        forward, batch = self._forward, self._batch
+        hidden = forward.hidden(batch, self._intermediate, self._head)
         if isinstance(hidden, IntermediateTensors):
             self._computed = hidden
             return hidden.tensors()
@@ -275,12 +285,11 @@ class _Captured:
         return self._traits.accepts_torch or hidden.dtype == torch.float32
 
     def run(self, batch: InputBatch) -> Tensor | IntermediateTensors:
-        """Replays the operations for a batch. Returns hidden states [S, hidden], or the input of
-        the next stage."""
-        tokens, rows, samples, *_ = batch.sizes
-        self.graph.replay(tokens, rows, samples)
-        if self._leaving is not None:
-            return self._leaving.first(tokens)
+        """Computes a batch. Returns hidden states [S, hidden], or the input of the next stage."""
+        tokens, _rows, samples, *_ = batch.sizes
+        self._refresh(batch.sizes)
+        if self._computed is not None:
+            return self._computed.with_tensors(self._results).first(tokens)
         if samples not in self._views:
             self._views[samples] = [result[:samples] for result in self._results]
         hidden, *others = self._views[samples]
@@ -289,6 +298,30 @@ class _Captured:
         if self._traits.is_asynchronous:
             self.head_output = [result.clone() for result in self.head_output]
         return hidden
+
+
+class _CapturedSteps(_FixedSteps):
+    """Replays captured operations, whose results are always in the same tensors."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        device = self._batch.inputs.input_ids.device.type
+        self._results, self._graph = capture(self._compute, device, *self.sizes[:3])
+
+    @property
+    def progress(self) -> int:
+        return self._graph.progress
+
+    def _refresh(self, sizes: Sizes) -> None:
+        self._graph.replay(*sizes[:3])
+
+
+class _RepeatedSteps(_FixedSteps):
+    """Calls the model in each step: a capture has failed on this worker, and may have succeeded on
+    the other workers of its groups, which compute the bucket's sizes."""
+
+    def _refresh(self, sizes: Sizes) -> None:
+        self._results, self._views = self._compute(), {}
 
 
 def _sizes_of_capture(batch: InputBatch) -> Sizes:
@@ -308,12 +341,11 @@ def _sizes_of_capture(batch: InputBatch) -> Sizes:
 def make_forward(model: Model, states: RequestStates, mesh: Mesh, enforce_eager: bool) -> Forward:
     """Returns a captured forward pass, unless `enforce_eager`, if the backend can capture, and the
     model has its own head; a model that pools needs the hidden states of all tokens. Operations of
-    groups can be captured only where captures accept those of torch, and not if engines share
-    experts: then the sizes of each step depend on the other engines."""
+    groups can be captured only where captures accept those of torch."""
     device = states.token_ids.device.type
     if enforce_eager or not isinstance(model, ComputesLogits) or not can_capture(device):
         return Forward(model, states)
-    alone = mesh.pipeline.size == mesh.tensor.size == 1
-    if mesh.shares_experts or not (alone or traits(device).accepts_torch):
+    alone = mesh.pipeline.size == mesh.tensor.size == 1 and not mesh.shares_experts
+    if not (alone or traits(device).accepts_torch):
         return Forward(model, states)
     return CapturedForward(model, states, mesh)

@@ -26,7 +26,6 @@ from swell.kernels.inputs import Bucket, Inputs, Sizes, make_gather
 from swell.worker.draft_verification import StepDrafts
 from swell.worker.layers.lora import AdaptedTokens
 from swell.worker.step.block_tables import BlockTables
-from swell.worker.step.buckets import Buckets
 from swell.worker.step.prompt_embeds import EmbedsOverride
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import NO_ROWS, SlotSet
@@ -51,6 +50,8 @@ class InputBatch:
     """The tokens that have adapters; None: none has."""
     bucket: Bucket | None = None
     """The sizes to which the inputs are padded; None: they are not padded."""
+    is_capturable: bool = True
+    """See `EngineStep.is_capturable`."""
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +88,13 @@ class InputBatch:
     def hidden_indices(self) -> Tensor | None:
         """[W] int64, index into T of the tokens whose last hidden states are read; None: all T"""
         return None if self.all_hidden else self.logits_indices
+
+    def padded_slots(self, hidden_indices: Tensor | None) -> Tensor | None:
+        """Returns slots of the tokens `hidden_indices` of this batch, or of all tokens, in which
+        padding has the slot -1: [W] int64; None: the batch is not padded."""
+        if self.bucket is None:
+            return None
+        return self.attention.slot_mapping if hidden_indices is None else self.sample_slots
 
     @property
     def logits_indices(self) -> Tensor:
@@ -144,42 +152,25 @@ class BatchBuilder:
         blocks: BlockTables,
         max_tokens: int,
         draft_tokens: int = 0,
-        buckets: Buckets | None = None,
     ) -> None:
-        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step;
-        `buckets`: the sizes to which steps are padded, None: not at all."""
+        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step."""
         # One extra row and one extra token, so that the numbers of samples, rows and tokens differ:
         # a capture distinguishes them by their values.
         rows = states.max_rows + 1
         samples = rows + draft_tokens
         tokens, device = max(max_tokens, samples) + 1, states.token_ids.device
         self._block_tokens = blocks.block_tokens
-        self._buckets = buckets
         self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device, samples)
         self._gather = make_gather(
             states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
         )
 
-    def build(self, plan: SchedulerOutput) -> InputBatch:
-        """Builds the batch of a plan whose new requests and new_blocks have been applied. Raises
-        `ValueError` or `IndexError` for a plan that does not fit (see `Gather`)."""
-        return self._build(plan, self._bucket(plan))
-
-    def build_empty(self, bucket: Bucket) -> InputBatch:
-        """Builds a batch that contains only padding."""
-        return self._build(SchedulerOutput(0), bucket)
-
-    def _build(self, plan: SchedulerOutput, bucket: Bucket | None) -> InputBatch:
+    def build(self, plan: SchedulerOutput, bucket: Bucket | None = None) -> InputBatch:
+        """Builds the batch of a plan whose new requests and new_blocks have been applied, padded to
+        `bucket`. Raises `ValueError` or `IndexError` for a plan that does not fit (see
+        `Gather`)."""
         sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples, bucket)
         every = sizes.samples == sizes.tokens
         return InputBatch(
             plan, self._inputs, sizes, self._block_tokens, all_hidden=every, bucket=bucket
-        )
-
-    def _bucket(self, plan: SchedulerOutput) -> Bucket | None:
-        if self._buckets is None:
-            return None
-        counts = plan.num_tokens
-        return self._buckets.find(
-            sum(counts), len(counts), sum(plan.samples), max(counts, default=0)
         )

@@ -61,6 +61,7 @@ class Engine:
         self.tokens: list[list[int]] = []
         """The tokens of each row: its prompt, then the sampled tokens."""
         self.computed: list[int] = []
+        self.sampler = SamplerParams()
         self.hidden: list[torch.Tensor] = []
         """The outputs of the last stage's model, one for each step with rows."""
         last = self.members[self.output_rank].worker
@@ -88,9 +89,10 @@ class Engine:
         )
         return [member.call("regroup", plan) for member in self.members]
 
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+    def start(self, prompts: Sequence[Sequence[int]], sampler: SamplerParams | None = None) -> None:
         """Starts these rows; from the next step on, only they are computed."""
         assert len(prompts) <= MAX_ROWS
+        self.sampler = sampler or SamplerParams()
         self.tokens, self.computed = [list(prompt) for prompt in prompts], []
 
     def submit(self, step: int, work: bool = False, pause: bool = False) -> list[Future[Any]]:
@@ -106,7 +108,7 @@ class Engine:
                     self.tokens[row],
                     len(self.tokens[row]),
                     list(range(row * ROW_BLOCKS, (row + 1) * ROW_BLOCKS)),
-                    SamplerParams(),
+                    self.sampler,
                 )
                 for row in rows
             ]

@@ -1,41 +1,32 @@
-"""Steps of fixed sizes: graphs that, like CUDA graphs, compute exactly the sizes of their capture,
-share their memory, and whose results are read late. The answers are those of unpadded steps."""
+"""Steps of fixed sizes, with graphs that work like CUDA graphs. The answers are those of unpadded
+steps."""
 
 from __future__ import annotations
 
-import gc
 import shutil
 import threading
-import time
-from collections import Counter, defaultdict
-from collections.abc import Callable
 from types import SimpleNamespace
-from weakref import WeakSet
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import ParallelConfig
-from swell.engine.executor.inline import InlineExecutor
-from swell.kernels import graph
-from swell.kernels.graph import NotCapturableError, Traits
+from swell.kernels.graph import NotCapturableError
 from swell.kernels.host.host_reads import RefuseHostReads
 from swell.kernels.inputs import Bucket
-from swell.worker import runner
 from swell.worker.comm.groups import GroupError, Handle, ProcessGroup
 from swell.worker.comm.mesh import Mesh
-from swell.worker.comm.transport import Transport
 from swell.worker.model_interfaces import ComputesLogits
 from swell.worker.step import forward
-from swell.worker.step.buckets import Buckets
+from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
 from swell.worker.step.request_states import RequestStates
-from swell.worker.wire import GroupPlan
+from swell.worker.wire import GroupPlan, SchedulerOutput
 from tests.support.paths import NANO
 from tests.worker import tiny_models
+from tests.worker.fixed_graphs import FixedGraphs
 
 pytestmark = pytest.mark.slow
 
@@ -64,96 +55,48 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it(max_rows, max_tokens, dra
         assert bucket.samples <= max_rows + draft_tokens
 
 
-class FixedGraphs:
-    """The module `graph` of a backend whose graphs work like CUDA graphs, on a CPU. Each thread, on
-    which one worker runs, has a device of its own."""
-
-    TRAITS = Traits(has_fixed_sizes=True, accepts_torch=True, is_asynchronous=True)
-
-    def __init__(self) -> None:
-        self.graphs: WeakSet[FixedGraph] = WeakSet()
-        self.captured: list[tuple[int, ...]] = []
-        """The sizes of all captures."""
-        self.replays: defaultdict[int, Counter[tuple[int, ...]]] = defaultdict(Counter)
-        """Thread -> how often graphs of these sizes were replayed."""
-        self.used = threading.local()
-        """`transports`: those whose operations the last capture of this thread contains."""
-
-    def capture(
-        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
-    ) -> tuple[list[Tensor], FixedGraph]:
-        with RefuseHostReads():
-            run()
-        self.used.transports = set()
-        results = [result.clone() for result in run()]
-        self.captured.append(sizes)
-        made = FixedGraph(self, run, results, sizes)
-        self.graphs.add(made)
-        return results, made
-
-    def frees_those_of(self, transport: Transport) -> bool:
-        """Whether this thread's graphs with operations of the transport have been forgotten."""
-        for _ in range(5):  # a collection does nothing while another thread collects
-            gc.collect()
-            if not any(transport in graph.transports for graph in self.of_thread()):
-                return True
-            time.sleep(0.02)
-        return False
-
-    def of_thread(self) -> list[FixedGraph]:
-        return [graph for graph in tuple(self.graphs) if graph.thread == threading.get_ident()]
+@st.composite
+def waves(draw) -> tuple[Buckets, list[EngineStep]]:
+    """Returns buckets, and the steps of engines that have these buckets."""
+    max_rows, max_tokens = draw(st.integers(1, 300)), draw(st.integers(1, 600))
+    draft_tokens = draw(st.integers(0, 60))
+    steps = []
+    for _ in range(draw(st.integers(1, 5))):
+        rows = draw(st.integers(0, max_rows))
+        most = draw(st.integers(min(rows, 1), 4)) if rows else 0
+        tokens = rows if most <= 1 else draw(st.integers(rows, max(rows, max_tokens)))
+        samples = draw(st.integers(0, min(tokens, rows + draft_tokens)))
+        capturable = draw(st.integers(0, 9)) > 0
+        steps.append(EngineStep(tokens, rows, samples, min(most, tokens), capturable))
+    return Buckets(max_rows, max_tokens, draft_tokens), steps
 
 
-class FixedGraph:
-    def __init__(
-        self,
-        graphs: FixedGraphs,
-        run: Callable[[], list[Tensor]],
-        results: list[Tensor],
-        sizes: tuple[int, ...],
-    ) -> None:
-        self._graphs, self._run, self._results, self._sizes = graphs, run, results, sizes
-        self.thread, self.transports = threading.get_ident(), graphs.used.transports
-        self.progress = 0
-
-    def replay(self, *sizes: int) -> None:
-        assert all(size <= room for size, room in zip(sizes, self._sizes, strict=True))
-        for other in self._graphs.of_thread():
-            for result in other._results:
-                result.fill_(7)  # the memory of one graph's results is reused by the others
-        for result, computed in zip(self._results, self._run(), strict=True):
-            result.copy_(computed)
-        self.progress += 1
-        self._graphs.replays[self.thread][self._sizes] += 1
+def holds(bucket: Bucket, step: EngineStep) -> bool:
+    return all(size <= room for size, room in zip(step[:4], bucket, strict=True))
 
 
-class LateOutput(runner.ReadyOutput):
-    """A result that is read when the engine asks for it, after the next steps have begun."""
+@given(wave=waves(), data=st.data())
+def test_all_engines_of_a_wave_choose_the_bucket_that_holds_the_step_of_each(wave, data):
+    buckets, steps = wave
+    found = buckets.choose(steps)
+    assert buckets.choose(data.draw(st.permutations(steps))) == found
+    idle = EngineStep(0, 0, 0, 0, True)
+    assert buckets.choose([*steps, idle]) == found, "an idle engine changes nothing"
+    alone = [buckets.choose([step]) for step in steps]
+    if found is not None:
+        assert all(holds(found, step) for step in steps)
+        decodes = all(step.max_query_tokens <= 1 for step in steps)
+        kind = buckets.decode if decodes else buckets.mixed
+        assert found == min(b for b in kind if all(holds(b, step) for step in steps))
+    elif any(step.tokens for step in steps) and all(step.is_capturable for step in steps):
+        assert None in [own for own, step in zip(alone, steps, strict=True) if step.tokens]
+    if not all(step.is_capturable for step in steps) or not any(step.tokens for step in steps):
+        assert found is None
 
-    def __init__(self, output, sampled, mesh, stream) -> None:
-        self._late, self._sampled = output, sampled
 
-    def get_output(self):
-        return self._sampled.fill(self._late)
-
-
-@pytest.fixture
-def fixed_graphs(monkeypatch) -> FixedGraphs:
-    made = FixedGraphs()
-    monkeypatch.setattr(graph, "_backend", lambda device: made)
-    monkeypatch.setattr(graph, "can_capture", lambda device: True)
-    monkeypatch.setattr(forward, "can_capture", lambda device: True)
-    monkeypatch.setattr(InlineExecutor, "overlaps", property(lambda self: True))
-    monkeypatch.setattr(runner, "CopyingOutput", LateOutput)
-    monkeypatch.setattr(forward, "traits", lambda device: made.TRAITS)
-    start = runner.ModelRunner.__init__
-
-    def start_late(self, args) -> None:
-        start(self, args)
-        self._copy_stream = object()
-
-    monkeypatch.setattr(runner.ModelRunner, "__init__", start_late)
-    return made
+@given(wave=waves())
+def test_a_wave_without_buckets_runs_eagerly(wave):
+    assert NoBuckets().choose(wave[1]) is None
 
 
 PROMPTS = [[5, 6, 7], [8, 9], list(range(10, 40)), [11, 12, 13, 14], [15]]
@@ -225,12 +168,7 @@ def test_captures_are_dropped_before_their_groups_are_left(
 ):
     """NCCL frees a communicator only when no graph contains its operations."""
     left_too_late: list[str] = []
-    start, close = ProcessGroup._start, ProcessGroup.close
-
-    def start_and_note(self, operation, *args):
-        if (transports := getattr(fixed_graphs.used, "transports", None)) is not None:
-            transports.add(self._transport)
-        return start(self, operation, *args)
+    close = ProcessGroup.close
 
     def close_and_check(self):
         transport = self._transport
@@ -238,7 +176,6 @@ def test_captures_are_dropped_before_their_groups_are_left(
             left_too_late.append(self.name)
         close(self)
 
-    monkeypatch.setattr(ProcessGroup, "_start", start_and_note)
     monkeypatch.setattr(ProcessGroup, "close", close_and_check)
     make(tmp_path, "llama")
     options = {"parallel.tensor": 2, "scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}
@@ -263,7 +200,7 @@ def test_a_step_is_not_replayed_after_its_groups_were_aborted(tmp_path, fixed_gr
     make(tmp_path, "llama")
     with LLM(str(tmp_path), **{"scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}) as llm:
         of_worker = llm._engine.core.executor._worker.runner
-        batch = of_worker.batches.build_empty(Bucket(2, 2, 2, 1))
+        batch = of_worker.batches.build(SchedulerOutput(0), Bucket(2, 2, 2, 1))
 
         def aborted(mesh):
             raise GroupError("aborted")
@@ -274,15 +211,48 @@ def test_a_step_is_not_replayed_after_its_groups_were_aborted(tmp_path, fixed_gr
     assert not fixed_graphs.replays
 
 
-def test_steps_of_engines_that_share_experts_are_not_captured(fixed_graphs):
-    """Their sizes depend on all engines."""
-    mesh = Mesh.build(ParallelConfig(expert=True), 0)
+def test_steps_of_engines_that_share_experts_need_graphs_that_repeat_operations_of_groups(
+    fixed_graphs, monkeypatch
+):
     states = RequestStates(2, 16, torch.device("cpu"))
     model = SimpleNamespace(compute_logits=len, argmax=len)
     assert isinstance(model, ComputesLogits)
-    assert not forward.make_forward(model, states, mesh, enforce_eager=False).needs_buckets
-    alone = Mesh.build(ParallelConfig(), 0)
-    assert forward.make_forward(model, states, alone, enforce_eager=False).needs_buckets
+    kinds = []
+    for accepts_torch in (True, False):
+        found = fixed_graphs.TRAITS._replace(accepts_torch=accepts_torch)
+        monkeypatch.setattr(forward, "traits", lambda device, found=found: found)
+        for expert in (True, False):
+            mesh = Mesh.build(ParallelConfig(expert=expert), 0)
+            made = forward.make_forward(model, states, mesh, enforce_eager=False)
+            kinds.append((accepts_torch, expert, isinstance(made, forward.CapturedForward)))
+    assert kinds == [
+        (True, True, True),
+        (True, False, True),
+        (False, True, False),
+        (False, False, True),
+    ]
+
+
+def test_a_capture_that_fails_with_its_groups_is_tried_again(tmp_path, fixed_graphs, monkeypatch):
+    """A capture that fails because the groups were aborted says nothing about the model."""
+    make(tmp_path, "llama")
+    with LLM(str(tmp_path), **{"scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}) as llm:
+        of_worker = llm._engine.core.executor._worker.runner
+        batch = of_worker.batches.build(SchedulerOutput(0), Bucket(8, 2, 2, 8))
+
+        def aborted(mesh):
+            raise GroupError("aborted")
+
+        fixed_graphs.refusing.add(threading.get_ident())
+        with monkeypatch.context() as patch, torch.inference_mode():
+            patch.setattr(Mesh, "check", aborted)
+            with pytest.raises(GroupError):
+                of_worker._model_step.capture(batch, forward.HeadOutput.LOGITS)
+        fixed_graphs.refusing.clear()
+        before = len(fixed_graphs.captured)
+        with torch.inference_mode():
+            of_worker._model_step.capture(batch, forward.HeadOutput.LOGITS)
+        assert fixed_graphs.captured[before:] == [(8, 2, 2)]
 
 
 def test_activations_are_not_overwritten_while_they_are_sent(tmp_path, fixed_graphs, monkeypatch):
@@ -313,13 +283,13 @@ def test_sampled_tokens_stay_valid_while_the_next_steps_are_computed(
     make(tmp_path, "llama")
     options = {"scheduler.steps_in_flight": 3}
     found = answers(tmp_path, **options)
-    run = forward._Captured.run
+    run = forward._CapturedSteps.run
 
     def run_without_copies(self, batch):
         self._traits = self._traits._replace(is_asynchronous=False)
         return run(self, batch)
 
-    monkeypatch.setattr(forward._Captured, "run", run_without_copies)
+    monkeypatch.setattr(forward._CapturedSteps, "run", run_without_copies)
     assert answers(tmp_path, **options) != found
 
 
