@@ -125,7 +125,7 @@ SAMPLERS = {"argmax": SamplerParams(), "logits": SamplerParams(logprobs=2)}
 
 
 def serve(observed: Observed, engines: list[Engine]) -> None:
-    """Serves with two engines, of which one needs logits: decode steps of different sizes, idle
+    """Serves with two engines, and one of them needs logits: decode steps of different sizes, idle
     engines, prompts next to decode steps, and more prompts than a bucket holds. Then a third one
     joins, another leaves, and all become idle."""
     first, second, third = engines
@@ -177,8 +177,8 @@ def test_all_engines_replay_the_bucket_that_holds_all_their_steps(
     family: str,
     options: dict[str, Any],
 ) -> None:
-    """Answers are those of eager steps bit for bit, in all of which the groups between engines
-    compute as many operations."""
+    """Answers are those of eager steps bit for bit. The groups between engines compute as many
+    operations in a replay as in an eager step."""
     found = []
     for eager in (True, False):
         sampled.clear()
