@@ -40,36 +40,30 @@ class FixedGraphs:
         """Thread -> the groups and names of the operations that it has computed, in order."""
         self.refusing: set[int] = set()
         """Threads whose captures fail."""
-        self._recording = threading.local()
-        """`transports`: those of the operations that this thread is capturing."""
+        self._used = threading.local()
+        """`transports`: those of the operations that this thread's last capture contains, and of
+        later ones."""
 
     def capture(
         self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
     ) -> tuple[list[Tensor], FixedGraph]:
+        """Computes the function once, like the first of the two calls for a CUDA graph: the second
+        one, which is captured, computes nothing."""
+        transports = self._used.transports = set[Transport]()
         with RefuseHostReads():  # type: ignore[no-untyped-call]
-            run()
+            results = [result.clone() for result in run()]
         if threading.get_ident() in self.refusing:
             raise NotCapturableError("this thread captures nothing")
-        transports: set[Transport] = set()
-        self._recording.transports = transports
-        try:
-            results = [result.clone() for result in run()]
-        finally:
-            del self._recording.transports
         self.captured.append(sizes)
         made = FixedGraph(self, run, results, sizes, transports)
         self.graphs.add(made)
         return results, made
 
-    def run_operation(self, group: ProcessGroup, operation: str) -> bool:
-        """Notes an operation of a group, and returns whether it is computed: a capture only records
-        it."""
-        transports = getattr(self._recording, "transports", None)
-        if transports is not None:
-            transports.add(group._transport)
-            return False
+    def note(self, group: ProcessGroup, operation: str) -> None:
+        """Notes an operation of a group."""
+        if group._transport is not None:
+            getattr(self._used, "transports", set[Transport]()).add(group._transport)
         self.operations[threading.get_ident()].append((group.name, operation))
-        return True
 
     def frees_those_of(self, transport: Transport) -> bool:
         """Whether this thread's graphs with operations of the transport have been forgotten."""
@@ -133,10 +127,10 @@ def use_fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
         start(self, args)
         self._copy_stream = object()
 
-    def run_unless_recording(self: ProcessGroup, operation: str, *args: Any) -> None:
-        if made.run_operation(self, operation):
-            run(self, operation, *args)
+    def note_and_run(self: ProcessGroup, operation: str, *args: Any) -> None:
+        made.note(self, operation)
+        run(self, operation, *args)
 
     monkeypatch.setattr(runner.ModelRunner, "__init__", start_late)
-    monkeypatch.setattr(ProcessGroup, "_run", run_unless_recording)
+    monkeypatch.setattr(ProcessGroup, "_run", note_and_run)
     return made

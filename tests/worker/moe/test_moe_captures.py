@@ -36,17 +36,32 @@ LARGEST = 24
 """The most tokens of a bucket in these tests."""
 
 
-def expert_outputs(x: Tensor, experts: Tensor, weights: Any, out: Tensor) -> None:
-    """The same results as those of the `reference` backend, but the host reads nothing, as in the
+class Experts:
+    """Computes the results of the `reference` backend, but the host reads nothing, as in the
     `triton` backend: every expert is computed for all tokens."""
-    for expert, (gate_up, down) in sorted(weights.items()):
-        computed = linear(silu_and_mul(linear(x, gate_up)), down).unsqueeze(1)
-        out.copy_(torch.where((experts == expert).unsqueeze(-1), computed, out))
+
+    def __init__(self) -> None:
+        self.choices: defaultdict[int, Tensor] = defaultdict(lambda: torch.tensor(0))
+        """Thread -> how many choices of tokens it has received."""
+
+    def expert_outputs(self, x: Tensor, experts: Tensor, weights: Any, out: Tensor) -> None:
+        self.choices[threading.get_ident()] += (experts >= 0).sum()
+        for expert, (gate_up, down) in sorted(weights.items()):
+            computed = linear(silu_and_mul(linear(x, gate_up)), down).unsqueeze(1)
+            out.copy_(torch.where((experts == expert).unsqueeze(-1), computed, out))
 
 
 @pytest.fixture
-def graphs(fixed_graphs: FixedGraphs, monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
-    monkeypatch.setattr(moe, "expert_outputs", expert_outputs)
+def experts(monkeypatch: pytest.MonkeyPatch) -> Experts:
+    made = Experts()
+    monkeypatch.setattr(moe, "expert_outputs", made.expert_outputs)
+    return made
+
+
+@pytest.fixture
+def graphs(
+    fixed_graphs: FixedGraphs, experts: Experts, monkeypatch: pytest.MonkeyPatch
+) -> FixedGraphs:
     monkeypatch.setattr(buckets, "_TOKENS", (8, 16, LARGEST))
     return fixed_graphs
 
@@ -77,13 +92,16 @@ class StepOfWorker(NamedTuple):
     operations: Counter[tuple[str, str]]
     """How often each group computed each operation."""
     num_captures: int
+    """The captures of all workers."""
+    choices: int
+    """The choices of experts of all tokens that it received."""
 
 
 class Observed:
     """Runs steps of an engine group, and observes what each worker does."""
 
-    def __init__(self, engine_group: EngineGroup, graphs: FixedGraphs) -> None:
-        self.engine_group, self._graphs = engine_group, graphs
+    def __init__(self, engine_group: EngineGroup, graphs: FixedGraphs, experts: Experts) -> None:
+        self.engine_group, self._graphs, self._experts = engine_group, graphs, experts
         self.steps: list[list[list[StepOfWorker]]] = []
         """[steps][engines][workers]"""
         self.outputs: list[Any] = []
@@ -95,6 +113,7 @@ class Observed:
             replays = {t: len(self._graphs.replays[t]) for of in of_engines for t in of}
             done = {t: len(self._graphs.operations[t]) for of in of_engines for t in of}
             captures = len(self._graphs.captured)
+            choices = {t: int(self._experts.choices[t]) for of in of_engines for t in of}
             outputs = self.engine_group.advance()
             self.outputs += [(each.sampled_token_ids, each.extras) for each in outputs]
             self.steps.append(
@@ -104,6 +123,7 @@ class Observed:
                             self._graphs.replays[t][replays[t] :],
                             Counter(self._graphs.operations[t][done[t] :]),
                             len(self._graphs.captured) - captures,
+                            int(self._experts.choices[t]) - choices[t],
                         )
                         for t in of
                     ]
@@ -173,18 +193,19 @@ BUCKETS = [
 def test_all_engines_replay_the_bucket_that_holds_all_their_steps(
     tiny_moe: Any,
     graphs: FixedGraphs,
+    experts: Experts,
     sampled: dict[int, list[Tensor]],
     family: str,
     options: dict[str, Any],
 ) -> None:
-    """Answers are those of eager steps bit for bit. The groups between engines compute as many
-    operations in a replay as in an eager step."""
+    """Answers are those of eager steps bit for bit. In a replay, groups between engines compute as
+    many operations as in an eager step, and tokens choose no more experts."""
     found = []
     for eager in (True, False):
         sampled.clear()
         with EngineGroup(tiny_moe(family)[0], model__enforce_eager=eager, **options) as group:
             engines = [group.add() for _ in range(3)]
-            observed = Observed(group, graphs)
+            observed = Observed(group, graphs, experts)
             serve(observed, engines)
             hidden = [sampled[threads(engine)[engine.output_rank]] for engine in engines]
         observed.check_that_all_do_the_same()
@@ -197,6 +218,9 @@ def test_all_engines_replay_the_bucket_that_holds_all_their_steps(
     for step, of_eager in zip(run.steps, eager_run.steps, strict=True):
         if not step[0][0].num_captures:
             assert between_engines(step) == between_engines(of_eager)
+            # In an eager step the last layer has all tokens, not only those that sample.
+            pairs = zip(choices(step), choices(of_eager), strict=True)
+            assert all(one <= other for one, other in pairs), "padding chooses no expert"
 
 
 def between_engines(step: list[list[StepOfWorker]]) -> list[list[dict[tuple[str, str], int]]]:
@@ -208,6 +232,10 @@ def between_engines(step: list[list[StepOfWorker]]) -> list[list[dict[tuple[str,
         ]
         for of_engine in step
     ]
+
+
+def choices(step: list[list[StepOfWorker]]) -> list[int]:
+    return [worker.choices for engine in step for worker in engine]
 
 
 def test_captures_are_dropped_when_the_group_of_engines_changes(
@@ -270,7 +298,7 @@ def test_a_worker_whose_capture_fails_computes_what_the_others_replay(
 
 
 def test_nothing_is_replayed_while_experts_move(
-    tiny_moe: Any, graphs: FixedGraphs, tmp_path: Path
+    tiny_moe: Any, graphs: FixedGraphs, experts: Experts, tmp_path: Path
 ) -> None:
     """A capture contains the places of experts, so it is made again after they have moved."""
     folder = skewed_model(tiny_moe("mixtral")[0], tmp_path / "model")
@@ -278,7 +306,7 @@ def test_nothing_is_replayed_while_experts_move(
     for options in ({}, {"parallel__balance_steps": 4, "parallel__redundant_experts": 2}):
         with EngineGroup(folder, **options) as group:
             group.regroup(*[group.add() for _ in range(2)])
-            observed = Observed(group, graphs)
+            observed = Observed(group, graphs, experts)
             for engine, prompt in zip(group.members, PROMPTS, strict=False):
                 engine.start([prompt])
             observed.advance(12)
@@ -310,8 +338,8 @@ def in_groups_of_two(work: Callable[[Mesh, int], Any]) -> list[Any]:
 
 
 def test_padding_chooses_no_expert() -> None:
-    """The results of the other tokens, and the counted load, are those without padding, whatever
-    the padding contains."""
+    """The results of the other tokens, and the counted load, are those without padding. The padding
+    may contain NaN."""
     traits = ExpertTraits(6, 4, 2, True, False, ("gate", "up", "down"))
     torch.manual_seed(0)
     router = torch.randn(6, 8)
