@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 
 from tests.worker import tiny_models
-from tests.worker.fixed_graphs import FixedGraphs, use_fixed_graphs
+from tests.worker.fixed_graphs import fixed_graphs
 from tests.worker.moe.moe_engines import PROMPTS, greedy
+
+__all__ = ["fixed_graphs"]
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +29,3 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[family]
 
     return get
-
-
-@pytest.fixture
-def fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
-    return use_fixed_graphs(monkeypatch)

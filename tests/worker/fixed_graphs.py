@@ -112,7 +112,8 @@ class LateOutput(runner.ReadyOutput):
         return self._sampled.fill(self._late)
 
 
-def use_fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
+@pytest.fixture
+def fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
     """Lets all workers use these graphs."""
     made = FixedGraphs()
     monkeypatch.setattr(graph, "_backend", lambda device: made)

@@ -25,9 +25,7 @@ from tests.kernels.load import load_backend
 from tests.support import adapters
 from tests.support.device import DEVICE, on_device
 from tests.worker import tiny_models
-from tests.worker.step.test_buckets import FixedGraphs, fixed_graphs
-
-__all__ = ["fixed_graphs"]
+from tests.worker.fixed_graphs import FixedGraphs
 
 pytestmark = pytest.mark.slow
 
