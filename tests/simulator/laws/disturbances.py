@@ -45,7 +45,7 @@ class Disturbances:
             return True
         if self._faults.are_severed(process, plane.coordinators[-1][0]):
             return True
-        if self._follows_an_earlier_coordinator(engine):
+        if self.follows_an_earlier_coordinator(engine):
             return True
         if not (net := plane.net).cuts:
             return False
@@ -54,7 +54,7 @@ class Disturbances:
         hosts += [peer.process.host for peer in plane.living_engines if peer.rank in ranks]
         return any(net.is_blocked(process.host, host) for host in hosts)
 
-    def _follows_an_earlier_coordinator(self, engine: SimEngine) -> bool:
+    def follows_an_earlier_coordinator(self, engine: SimEngine) -> bool:
         """Returns whether the engine follows an earlier coordinator, at another address, that was
         still alive when Ray gave up its host and began to start the newest one. The engine can
         notice its silence only later, whether or not the newest one already runs."""

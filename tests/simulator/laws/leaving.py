@@ -131,7 +131,8 @@ class LeavingWatch:
 
     def _look_at_drains(self, coordinator: SimCoordinator) -> None:
         """Checks that a leaving engine is detached soon after its last request, and soon after its
-        drain time, also if another manager has started the drain."""
+        drain time, also if another manager has started the drain. Nobody knows that an engine is
+        idle while it follows an earlier coordinator."""
         fleet = self._plane.manager.manager._fleet
         if fleet.view().is_committing or any(each.in_transition for each in fleet.handles):
             return
@@ -150,6 +151,7 @@ class LeavingWatch:
                 self._break(f"{handle.name} leaves for longer than its drain time")
             is_idle = self._is_idle(engine, member) and self._calm.reach(engine.process, process)
             is_idle = is_idle and not self._calm.were_reset(engine.process, process)
+            is_idle = is_idle and not self._watch.may_be_unheard(engine)
             key = "idle", handle, coordinator.epoch
             if self._is_over(key, _DETACHED_S, holds=is_idle):
                 self._break(f"{handle.name} has no requests, and does not leave")

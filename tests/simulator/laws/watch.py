@@ -148,6 +148,10 @@ class Watch:
         """Returns whether the engine hangs or was recently disturbed for long."""
         return self._disturbances.is_excused(engine)
 
+    def may_be_unheard(self, engine: SimEngine) -> bool:
+        """Returns whether the newest coordinator may not have heard the engine yet."""
+        return self._disturbances.follows_an_earlier_coordinator(engine)
+
     def was_lost(self, engine: SimEngine) -> bool:
         """Returns whether the engine was ever disturbed, or ended without a request."""
         is_dead = not engine.process.alive and engine.process not in self._ended
