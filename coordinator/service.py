@@ -162,6 +162,10 @@ class CoordinatorService:
         rank is taken; then nothing changes."""
         ranks = {member.rank for member in members}
 
+        def join(now: float) -> RankedCommands:
+            unheard = {member.incarnation for member in members} - self._peers.keys()
+            return self._state_machine.join(members, now, unheard)
+
         def finish() -> JoinResult:
             result = self._state_machine.finish_join(ranks, timeout_s)
             if result.refused:
@@ -172,9 +176,7 @@ class CoordinatorService:
             timeout_s,
             lambda: not ranks & self._state_machine.joining,
             finish,
-            lambda: self._change_for(
-                by, lambda now: self._state_machine.join(members, now, self._peers)
-            ),
+            lambda: self._change_for(by, join),
         )
 
     def leave(self, ranks: list[int], by: ManagerId = NO_MANAGER) -> Roster:

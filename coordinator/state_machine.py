@@ -6,9 +6,10 @@ restarted coordinator begins to decide. Pure.
     time                 --> engine monitor (stalls)       --/   views to ingresses
 
 An engine that shares experts is in the roster from the moment its group has formed until a group
-without it has formed, so ingresses never send requests to an engine that cannot serve. An engine
-that died or stalled is removed at once. One that replaces a worker stays in the roster and is
-marked.
+without it has formed, so ingresses never send requests to an engine that cannot serve. A group does
+not wait for a newcomer that has not introduced itself: it may follow an earlier coordinator. An
+engine that died or stalled is removed at once. One that replaces a worker stays in the roster and
+is marked.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ class CoordinatorStateMachine:
         self._forming_monitor = FormingMonitor(STUCK_FACTOR * config.stall_timeout_s, now)
         self._joining: dict[int, Member] = {}
         """Engines that join as soon as their group has formed."""
+        self._unheard: set[int] = set()
+        """Joining engines that have not introduced themselves: no group waits for them yet."""
         self._repairs: dict[int, int] = {}
         """Rank -> how often its engine had replaced workers when it was last active."""
         self._introducing: set[int] = set()
@@ -250,18 +253,24 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- calls of the manager
 
     def join(
-        self, members: Iterable[Member], now: float, heard: Container[int] = ()
+        self, members: Iterable[Member], now: float, unheard: Container[int] = ()
     ) -> RankedCommands:
         """Adds engines that are ready; one that is already a member stays. Raises ValueError if a
-        rank is taken. `heard`: incarnations that have introduced themselves to this coordinator."""
+        rank is taken. `unheard`: incarnations that have not introduced themselves to this
+        coordinator. Engines that share experts do so before their group changes."""
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
         rosters.join(self.roster, newcomers)  # raises
         self._joining.update({member.rank: member for member in newcomers})
         for member in newcomers:
             self.called_off.pop(member.rank, None)
         self._sync_monitor(now)
-        self._engine_monitor.on_hellos([m.rank for m in newcomers if m.incarnation in heard], now)
-        return self._sync_roster(self.waves.change(self._with(self._joining)), now)
+        heard = {m.rank for m in newcomers if m.incarnation not in unheard}
+        self._engine_monitor.on_hellos(heard, now)
+        self._unheard -= heard
+        if self.waves.lockstep:
+            self._unheard |= {m.rank for m in newcomers} - heard
+        able = self._joining.keys() - self._unheard
+        return self._sync_roster(self.waves.change(self._with(able)), now)
 
     def finish_join(self, ranks: set[int], timeout_s: float) -> JoinResult:
         """Returns the current result for these engines; those that are not in the roster must be
@@ -374,12 +383,16 @@ class CoordinatorStateMachine:
     def introduced(self, hello: EngineHello, now: float) -> RankedCommands:
         """Handles the hello of an engine that is new or comes after the recovery."""
         self.advance_epoch(hello.roster_epoch, now)
-        rank, sends = hello.member.rank, []
-        self._engine_monitor.on_hellos([rank], now)
-        if rank in self._introducing and self.member(rank, hello.member.incarnation) is not None:
-            self._update_member(rank, now, store=hello.member.store)
-            sends = self.waves.change(self._with({rank} - self.detached))
-        return self._sync_roster([*sends, *self.waves.introduced(rank, hello.epoch)], now)
+        rank = hello.member.rank
+        sends = self.waves.introduced(rank, hello.epoch)
+        if self.member(rank, hello.member.incarnation) is not None:
+            self._engine_monitor.on_hellos([rank], now)
+            if rank in self._introducing:
+                self._update_member(rank, now, store=hello.member.store)
+            if rank in self._introducing | self._unheard:
+                self._unheard.discard(rank)
+                sends += self.waves.change(self._with({rank} - self.detached))
+        return self._sync_roster(sends, now)
 
     def advance_epoch(self, epoch: int, now: float) -> None:
         """Moves the roster past an epoch of a predecessor that an ingress or engine has seen."""
@@ -453,6 +466,7 @@ class CoordinatorStateMachine:
 
     def _sync_monitor(self, now: float) -> None:
         self.detached &= set(self.roster.ranks)
+        self._unheard &= self._joining.keys()
         self._repairs = {r: count for r, count in self._repairs.items() if self.roster.find(r)}
         self._engine_monitor.set_ranks({*self.roster.ranks, *self._joining}, now)
 

@@ -386,7 +386,7 @@ def test_only_the_newest_stalled_engines_are_kept(dense) -> None:
     """A cluster runs for months: the count increases, and the list has a bound."""
     starts = MAX_STALLED + 5
     for start in range(starts):
-        dense.join([member(0, start)], 100.0 * start, heard={start})
+        dense.join([member(0, start)], 100.0 * start)
         for second in range(20):
             dense.tick(100.0 * start + second)
         assert dense.roster.ranks == []
@@ -428,7 +428,7 @@ def test_an_engine_known_to_a_successor_is_lost_when_it_is_silent(kind, request)
     state_machine = request.getfixturevalue(kind)
     state_machine.recover(1, [EngineHello(member(r), 4, [0, 1, 2]) for r in (0, 1)], 0.0)
     late = EngineHello(member(2), 4, [0, 1, 2])
-    state_machine.join([late.member], 0.0)
+    state_machine.join([late.member], 0.0, unheard={late.member.incarnation})
     state_machine.introduced(late, 1.0)
     for tick in range(30):
         now = tick / 4
@@ -442,11 +442,52 @@ def test_a_newcomer_after_its_hello_has_the_usual_limit(lockstep) -> None:
     """The group forms without a newcomer that has introduced itself but sends no report within the
     limit."""
     for rank in range(2):
-        lockstep.join([member(rank)], 0.0, heard={member(0).incarnation})
+        lockstep.join([member(rank)], 0.0)
     for tick in range(30):
         lockstep.on_message(EngineReport(0, 7), tick / 4)
         lockstep.tick(tick / 4)
     assert [engine.rank for engine in lockstep.stalled_engines] == [1]
+
+
+def test_a_group_does_not_wait_for_an_engine_that_has_not_introduced_itself(lockstep) -> None:
+    """Such an engine may follow an earlier coordinator for long: the others step meanwhile. It
+    joins their group when it introduces itself, with the epoch that it knows."""
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    assert lockstep.join([member(1)], 1.0, unheard={member(1).incarnation}) == []
+    assert lockstep.is_stable and lockstep.joining == {1}
+    lockstep.on_message(EngineReport(0, 7, epoch=1, wave_phase=int(Phase.STOPPED)), 2.0)
+    assert lockstep.waves.ranks == (0,) and lockstep.roster.ranks == [0]
+    hello = EngineHello(member(1), 5, [0, 1])
+    lockstep.introduced(msgspec.structs.replace(hello, member=member(1, 6)), 2.0)
+    assert lockstep.waves.target_ranks == (0,), "it was an earlier engine of this rank"
+    assert lockstep.introduced(hello, 3.0) == [(0, Pause(1, 1))]
+    sends = lockstep.on_message(Paused(0, 7, 1, 1), 3.0)
+    assert [(rank, command.epoch) for rank, command in sends] == [(0, 6), (1, 6)]
+    form(lockstep, 3.0)
+    assert lockstep.roster.ranks == [0, 1] and lockstep.joining == set()
+
+
+def test_another_engine_of_the_rank_joins_instead_of_one_that_sends_no_hello(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.join([member(1)], 0.0, unheard={member(1).incarnation})
+    assert lockstep.join([member(1, 8)], 0.0) == [(0, Pause(1, 1))]
+    lockstep.on_message(Paused(0, 7, 1, 1), 0.0)
+    form(lockstep)
+    assert [each.incarnation for each in lockstep.roster.members] == [7, 8]
+
+
+def test_an_engine_that_never_introduces_itself_does_not_join(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.join([member(1)], 0.0, unheard={member(1).incarnation})
+    report = EngineReport(0, 7, epoch=1, wave_phase=int(Phase.STOPPED))
+    for second in range(14):
+        lockstep.on_message(report, float(second))
+        lockstep.tick(float(second))
+    assert lockstep.joining == set() and lockstep.roster.ranks == [0]
+    assert "sent no report" in lockstep.finish_join({1}, 60.0).refused[1]
 
 
 def test_the_epoch_advances_past_a_reported_one(dense) -> None:

@@ -120,11 +120,11 @@ class SimCoordinator(CoordinatorService):
             return after
 
         def observed_join(
-            members: Iterable[Member], now: float, heard: Container[int] = ()
+            members: Iterable[Member], now: float, unheard: Container[int] = ()
         ) -> RankedCommands:
             newcomers = list(members)
             try:
-                return join(newcomers, now, heard)
+                return join(newcomers, now, unheard)
             except ValueError as error:
                 for call in plane.on_refused:
                     call(newcomers, str(error))

@@ -200,13 +200,18 @@ class Watch:
                     served_since.pop((ingress, version), None)
 
     def _could_serve(self, engine: SimEngine) -> bool:
-        """Returns whether the engine runs and can compute, by itself or led by a coordinator."""
+        """Returns whether the engine runs and can compute, by itself or led by a coordinator. One
+        that an earlier coordinator has paused does not hear of a resume, which only the newest one
+        gets, until it follows this one."""
         server = engine.server
         if server is None or not engine.process.runs or engine.executor.hangs:
             return False
         if not self._plane.scenario.expert or server.core.wave_member.phase is Phase.STANDALONE:
             return True
-        return self._is_led(server, engine.process.host)
+        is_paused = server.core.wave_member.phase is Phase.PAUSED
+        return self._is_led(server, engine.process.host) and not (
+            is_paused and self.may_be_unheard(engine)
+        )
 
     def _reached(self, ingress: SimIngress, engines: list[SimEngine]) -> set[int]:
         """Returns the ranks of engines that an ingress reaches and knows."""

@@ -37,7 +37,7 @@ SEEDS = {
     "coordinator: time in which it was stopped counts as silence": 163,
     "coordinator: an engine that comes late has the epoch of the others": 82,
     "manager: a start that failed counts for ever": 110,
-    "manager: one that was replaced leads on": 1897,
+    "manager: one that was replaced leads on": 9,
     "coordinator: a message of an earlier engine counts as one of its successor": 259,
     "coordinator: it keeps any state of a manager": 16,
     "coordinator: an engine that is repaired leaves no longer": 137,
