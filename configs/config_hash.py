@@ -32,6 +32,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "seed",
         "backend",
         "enforce_eager",
+        "exact",
         "cpu_threads",
     ),
     "parallel": ("tensor", "pipeline", "executor"),

@@ -100,6 +100,11 @@ class ModelConfig(Section, frozen=True):
     enforce_eager: bool = False
     """Computes every step operation by operation. Otherwise steps are captured and replayed (CUDA
     graphs on a GPU, recorded calls on a CPU), which is faster. The answers are the same."""
+    exact: bool = False
+    """Whether the bits of an answer must not depend on the requests that are computed with it, nor
+    on the steps in which it is computed. On a GPU this chooses products, attention and sums over
+    workers whose order is fixed, which are slower than the default. On a CPU all results are exact
+    in any case. A model or a machine that cannot compute exactly is refused."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
     affinity, and the CPU quota of its container), divided by the number of workers of all engines

@@ -21,6 +21,8 @@ from swell.kernels import backends
 
 WHOLE_ROW = 1 << 30
 """A lookahead with which tokens attend to all later positions of their rows."""
+MAX_HEAD_DIM = 256
+"""The largest head that a GPU computes in one kernel, so also the largest of exact attention."""
 
 
 class AttentionMetadata(NamedTuple):
@@ -37,6 +39,9 @@ class AttentionMetadata(NamedTuple):
     slot_mapping: Tensor
     max_query_tokens: int
     max_context_tokens: int
+    # Whether the bits of a token's result must depend neither on the other rows nor on the chunks
+    # in which its row is computed (see `swell.kernels.linear`)
+    exact: bool = False
 
 
 def paged_attention(
@@ -59,7 +64,7 @@ def paged_attention(
     term of the sum. The softmax is computed in float32. `heads` is a multiple of `kv_heads`. Rows
     may have zero query tokens. Tokens after the last row are padding (see `swell.kernels.inputs`),
     and their results are undefined. Backends: reference, cpu (float32, bfloat16, without sinks;
-    there the result of a token does not depend on its batch or chunk), triton (heads of up to 256).
+    always exact), triton (heads of up to `MAX_HEAD_DIM`; exact if `meta` says so).
     """
     return backends.get("attention", q.device.type).paged_attention(
         q, k_cache, v_cache, meta,

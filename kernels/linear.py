@@ -1,6 +1,9 @@
 """Products with a constant weight, y = x W^T + b, and lookups of its rows.
 
 A backend may store a weight in its own order: `pack` it once, after it is loaded.
+
+Results are *exact* if the bits of a row depend neither on the other rows nor on its place among
+them (also called batch-invariant). Products with packed weights are.
 """
 
 from __future__ import annotations
@@ -33,19 +36,21 @@ class PackedTensor:
 Weight = Tensor | PackedTensor
 
 
-def pack(weight: Tensor) -> Weight:
-    """Returns `weight` [out, in] in the form that is fastest for `linear`: itself, or a copy.
+def pack(weight: Tensor, exact: bool = False) -> Weight:
+    """Returns `weight` [out, in] in the form that is fastest for `linear`: itself, or packed, as a
+    copy or in the same memory. With `exact`, packed if the backend can pack weights.
 
-    Backends: reference, cpu.
+    Backends: reference (never packs), cpu (packs float32 and bfloat16 in any case), triton (packs
+    only with `exact`).
     """
-    return backends.get("linear", weight.device.type).pack(weight)
+    return backends.get("linear", weight.device.type).pack(weight, exact)
 
 
 def panel(device_type: str) -> int | None:
-    """Returns the number of outputs per panel on this type of device; None: it does not pack
-    weights.
+    """Returns the number of outputs per panel on this type of device; None: weights keep the order
+    of a checkpoint.
 
-    Backends: reference, cpu.
+    Backends: reference, cpu, triton.
     """
     width: int | None = backends.get("linear", device_type).panel()
     return width
@@ -55,7 +60,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
 
     With a packed weight a row's result has the same bits in every batch. Sums are in float32, and
-    rounded once to the type. Backends: reference, cpu.
+    rounded once to the type. Backends: reference, cpu, triton.
     """
     return backends.get("linear", x.device.type).linear(x, weight, bias)
 
@@ -65,11 +70,14 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
     float32, and its index, [S] int64. The first of equal outputs is selected. If one of a row's
     outputs is NaN, so is the largest, and the index is undefined.
 
-    Backends: reference, cpu.
+    Backends: reference, cpu, triton.
     """
     return backends.get("linear", x.device.type).linear_argmax(x, weight, outs)
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
-    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. Backends: reference, cpu."""
+    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden].
+
+    Backends: reference, cpu, triton.
+    """
     return backends.get("linear", ids.device.type).embedding(ids, weight)

@@ -88,10 +88,11 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
 
     x [T, hidden]; experts [T, k] int64; out [T, k, hidden], contiguous, changes in place. Products
     are those of `swell.kernels.linear.linear`, and an expert without tokens costs nothing. With
-    packed weights, out[t] has the same bits regardless of the other tokens. Otherwise its rounding
-    depends in `reference` on how many tokens chose the same expert, and in `triton` only on T. It
-    never depends on other experts or their placement. In `reference` the host reads how often each
-    expert was chosen, so each call waits once for the device. Backends: reference, triton.
+    packed weights it is exact: out[t] has the same bits for any other tokens. Otherwise its
+    rounding depends in `reference` on how many tokens chose the same expert, and in `triton` only
+    on T. It never depends on other experts or their placement. In `reference` the host reads how
+    often each expert was chosen, so each call waits once for the device. Backends: reference,
+    triton.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 

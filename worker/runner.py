@@ -171,7 +171,9 @@ class ModelRunner:
             if self._model_step.needs_buckets
             else NoBuckets()
         )
-        self.batches = BatchBuilder(self.states, self.blocks, step_tokens, args.draft_tokens)
+        self.batches = BatchBuilder(
+            self.states, self.blocks, step_tokens, args.draft_tokens, mesh.exact
+        )
         self._reads_all = self.routes is not None or args.draft_model.reads_hidden
         self._draft_runner = args.draft_model.make_runner(self.states, self.blocks, step_tokens)
         # The engine does not plan further ahead than this, so an older send has been received.

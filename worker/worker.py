@@ -32,6 +32,7 @@ from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
+from swell.worker.exactness import refuse_inexact
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import (
     LoadedWeights,
@@ -139,7 +140,10 @@ class Worker:
         experts are loaded in a later `regroup`. Raises `ValueError` for a model or a parallel
         layout that is not supported."""
         self._prepare_thread()
-        self.mesh = Mesh.build(self.config.parallel, self.rank, device=self.device, host=self._host)
+        parallel, exact = self.config.parallel, self.config.model.exact
+        self.mesh = Mesh.build(
+            parallel, self.rank, device=self.device, host=self._host, exact=exact
+        )
         weight_bytes = self._build_model().nbytes
         return weight_bytes + self.draft_model.nbytes + self.adapters.nbytes
 
@@ -194,9 +198,11 @@ class Worker:
         self.model = model = build_model(
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
+        if model_config.exact:
+            refuse_inexact(model, model_config, hf_config, pooling, self._dtype)
         loaded = load_weights(model, model_config, self._on_loaded)
         self._mapped_bytes = loaded.mapped_bytes
-        pack_weights(model)
+        pack_weights(model, model_config.exact)
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
             self.pooler = load_pooler(

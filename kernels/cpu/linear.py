@@ -37,7 +37,7 @@ PANEL = _panel()
 """The number of outputs of one panel."""
 
 
-def pack(weight: Tensor) -> Weight:
+def pack(weight: Tensor, exact: bool = False) -> Weight:
     """Returns a copy [out / PANEL, in, PANEL]; see `swell.kernels.linear.pack`."""
     if weight.dtype not in TYPES:
         return weight

@@ -15,7 +15,7 @@ MAX_ELEMENTS = 1 << 25
 once. It limits how many rows, and queries of a row, are computed together."""
 
 
-class _Scoring(NamedTuple):
+class Scoring(NamedTuple):
     """How scores are computed and masked; see `swell.kernels.attention.paged_attention`."""
 
     scale: float
@@ -48,7 +48,7 @@ def paged_attention(
     scores, kv = context * heads * queries, 3 * context * kv_heads * q.shape[2]
     per_row = max(scores, kv, meta.max_query_tokens * heads * q.shape[2])
     chunk = max(1, MAX_ELEMENTS // max(1, per_row))
-    scoring = _Scoring(scale, window, softcap, lookahead, sinks)
+    scoring = Scoring(scale, window, softcap, lookahead, sinks)
     for first in range(0, rows if context and meta.max_query_tokens else 0, chunk):
         last = min(rows, first + chunk)
         # [rows of the chunk, Q, heads, head_dim]
@@ -67,7 +67,7 @@ def _attend_rows(
     meta: AttentionMetadata,
     rows: range,
     at_once: int,
-    scoring: _Scoring,
+    scoring: Scoring,
 ) -> Tensor:
     """Computes these rows, padded to Q query and C context tokens, `at_once` queries at a time."""
     first, last = rows.start, rows.stop

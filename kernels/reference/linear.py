@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def pack(weight: Tensor) -> Tensor:
+def pack(weight: Tensor, exact: bool = False) -> Tensor:
     """See `swell.kernels.linear.pack`."""
     return weight
 
@@ -22,11 +22,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Tensor, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`."""
-    y = F.linear(x, weight[:outs])
-    first = y.argmax(dim=-1)
-    return y.gather(-1, first.unsqueeze(-1)).squeeze(-1).float(), first
+    return largest(F.linear(x, weight[:outs]))
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
     return F.embedding(ids, weight)
+
+
+def largest(y: Tensor) -> tuple[Tensor, Tensor]:
+    """y [S, out] -> the largest output of each row, [S] float32, and its index, [S] int64."""
+    first = y.argmax(dim=-1)
+    return y.gather(-1, first.unsqueeze(-1)).squeeze(-1).float(), first

@@ -7,12 +7,9 @@ BLOCK_M = BLOCK_Q * group lines, over one of SPLITS parts of the positions to wh
                       first                                 end
                             split 0               split 1
 
-For each tile of keys it keeps the largest score m, the total of exp(s - m), and the sum `acc` of
-exp(s - m) V (Milakov and Gimelshein 2018, arXiv:1805.02867). With one split, out = acc / total;
-with more, a second kernel merges the splits. A split without work has m = -inf.
-
-The grid depends on the numbers of tokens and rows only, so that it can be captured: row r has the
-query blocks query_start[r] // BLOCK_Q + r and following ones. A few blocks are empty.
+With one split, out = acc / total (see `attention_tiles.py`); with more, a second kernel merges the
+splits. A split without work has m = -inf. Exact attention divides the positions in another way:
+`exact_attention.py`.
 """
 
 from __future__ import annotations
@@ -22,30 +19,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
+from swell.kernels.attention import MAX_HEAD_DIM, WHOLE_ROW, AttentionMetadata
 from swell.kernels.reference import attention as reference
 from swell.kernels.triton import TYPES
+from swell.kernels.triton.attention_tiles import (
+    LOG2_E,
+    PROGRAMS,
+    attend_tiles,
+    empty_sums,
+    keys_of,
+    load_queries,
+    most_lines,
+    power,
+)
+from swell.kernels.triton.exact_attention import attend_exactly
 
-PROGRAMS = 512
-"""The number of programs up to which splits are made: about four for each multiprocessor of an
-H100."""
 MAX_SPLITS = 32
-MAX_HEAD_DIM = 256
-"""The size of a head up to which a program's tiles fit into its registers."""
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _row_of(block, query_start, rows, BLOCK_Q: tl.constexpr):
-    """Returns the last row whose first query block is not after `block`."""
-    low, high = 0, rows - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        if tl.load(query_start + middle) // BLOCK_Q + middle <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 @triton.jit(do_not_specialize=["tokens", "rows"])
@@ -58,66 +47,31 @@ def _attend(
 ):  # fmt: skip
     """Shapes as in `paged_attention`; parts [SPLITS, T, heads, DIM], largest and sums
     [SPLITS, T, heads] float32."""
-    BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head, split = tl.program_id(1), tl.program_id(2)
-    row = _row_of(tl.program_id(0), query_start, rows, BLOCK_Q)
-    start, stop = tl.load(query_start + row), tl.load(query_start + row + 1)
-    index = (tl.program_id(0) - (start // BLOCK_Q + row)) * BLOCK_Q  # of a token in its row
-    context, length = tl.load(context_tokens + row), stop - start
-    if index >= length:
+    row, context, head, token, is_query, position, queries, first, end = load_queries(
+        q, query_start, context_tokens, rows, q_token_stride, q_head_stride, WINDOW, LOOKAHEAD,
+        GROUP, DIM, BLOCK_M, BLOCK_N, BLOCK_DIM,
+    )  # fmt: skip
+    if first >= end:
         return
 
-    # [BLOCK_M]: query token and head of each line of the matrix; [BLOCK_DIM]: columns.
-    line = tl.arange(0, BLOCK_M)
-    query, head = index + line // GROUP, kv_head * GROUP + line % GROUP
-    is_query = (line < BLOCK_Q * GROUP) & (query < length)
-    position = context - length + query
-    token, column = (start + query).to(tl.int64), tl.arange(0, BLOCK_DIM)
-    at = token[:, None] * q_token_stride + (head * q_head_stride)[:, None] + column[None, :]
-    inside = is_query[:, None] & (column < DIM)[None, :]
-    queries = tl.load(q + at, mask=inside, other=0.0)
-
-    # The tiles of this split: [first, end) of the positions to which any of the queries attends.
-    last_query = tl.minimum(index + BLOCK_Q, length) - 1
-    end = tl.minimum(context, context - length + last_query + LOOKAHEAD + 1)
-    first = tl.maximum(0, context - length + index - WINDOW + 1) // BLOCK_N * BLOCK_N
+    # The tiles of this split.
     tiles = tl.cdiv(tl.cdiv(end - first, BLOCK_N), SPLITS)
     first += split * tiles * BLOCK_N
     end = tl.minimum(end, first + tiles * BLOCK_N)
 
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
+    m, total, acc = empty_sums(BLOCK_M, BLOCK_DIM)
     if sinks is not None and split == 0:  # a score without a value
         m = tl.load(sinks + head, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
-    acc = tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-    for tile in range(first, end, BLOCK_N):
-        key = tile + tl.arange(0, BLOCK_N)  # [BLOCK_N] positions
-        is_key = key < context
-        entry = block_table + row * table_stride + key // BLOCK_TOKENS
-        block = tl.load(entry, mask=is_key, other=0).to(tl.int64)
-        offset = (kv_head * BLOCK_TOKENS + key % BLOCK_TOKENS) * DIM
-        # Entries of the cache after the context may contain anything, even NaN.
-        loaded = is_key[:, None] & (column < DIM)[None, :]
-        k_at = (block * k_block_stride + offset)[:, None] + column[None, :]
-        v_at = (block * v_block_stride + offset)[:, None] + column[None, :]
-        keys = tl.load(k_cache + k_at, mask=loaded, other=0.0)
-        values = tl.load(v_cache + v_at, mask=loaded, other=0.0)
-        s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
-        if SOFTCAP > 0:
-            s = SOFTCAP * (2.0 * tl.sigmoid(2.0 * s / SOFTCAP) - 1.0)  # tanh
-        seen = key[None, :] <= position[:, None] + LOOKAHEAD
-        seen &= (key[None, :] > position[:, None] - WINDOW) & is_key[None, :]
-        s = tl.where(seen, s * LOG2_E, float("-inf"))
-        m_next = tl.maximum(m, tl.max(s, 1))
-        shift = tl.where(m_next == float("-inf"), 0.0, m_next)  # -inf - -inf would be NaN
-        p = tl.exp2(s - shift[:, None])
-        fade = tl.exp2(m - shift)
-        total = total * fade + tl.sum(p, 1)
-        acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
-        m = m_next
+    m, total, acc = attend_tiles(
+        queries, position, m, total, acc, first, end, k_cache, v_cache,
+        block_table + row * table_stride, context, kv_head, k_block_stride, v_block_stride,
+        SCALE, WINDOW, SOFTCAP, LOOKAHEAD, DIM, BLOCK_TOKENS, BLOCK_N, BLOCK_DIM,
+    )  # fmt: skip
 
-    heads = KV_HEADS * GROUP
+    heads, column = KV_HEADS * GROUP, tl.arange(0, BLOCK_DIM)
+    inside = is_query[:, None] & (column < DIM)[None, :]
     if SPLITS == 1:
         to = (token * heads + head)[:, None] * DIM + column[None, :]
         tl.store(out + to, acc / total[:, None], mask=inside)
@@ -173,13 +127,16 @@ def paged_attention(
     assert meta.block_table.stride(1) == 1
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-    rows, kv_heads, block_dim = len(meta.context_tokens), k_cache.shape[1], _power(head_dim)
+    rows, kv_heads, block_dim = len(meta.context_tokens), k_cache.shape[1], power(head_dim)
     if not tokens:
         return out
+    if meta.exact:
+        scoring = reference.Scoring(scale, window, softcap, lookahead, sinks)
+        return attend_exactly(q, k_cache, v_cache, meta, scoring)
     group = heads // kv_heads
     # More query tokens for each row need larger tiles.
-    most = 16 if q.dtype == torch.float32 or block_dim > 128 else 64
-    block_m = max(_power(group), min(most, _power(triton.cdiv(tokens, rows) * group)))
+    most = most_lines(q.dtype, block_dim)
+    block_m = max(power(group), min(most, power(triton.cdiv(tokens, rows) * group)))
     query_blocks = tokens // (block_m // group) + rows
     most_splits = max(1, min(MAX_SPLITS, PROGRAMS // (query_blocks * kv_heads)))
     splits = 1 << most_splits.bit_length() - 1  # a power of two
@@ -191,7 +148,7 @@ def paged_attention(
         parts, largest, sums, tokens, rows, q.stride(0), q.stride(1), k_cache.stride(0),
         v_cache.stride(0), meta.block_table.stride(0), scale, window or WHOLE_ROW, softcap,
         lookahead, kv_heads, group, head_dim, k_cache.shape[2], splits, block_m,
-        BLOCK_N=_keys(q.dtype, block_m, block_dim), BLOCK_DIM=block_dim,
+        BLOCK_N=keys_of(q.dtype, block_m, block_dim), BLOCK_DIM=block_dim,
         num_warps=4, num_stages=2,
     )  # fmt: skip
     if merged:
@@ -199,15 +156,3 @@ def paged_attention(
             parts, largest, sums, out, tokens * heads, head_dim, splits, block_dim, num_warps=4
         )
     return out
-
-
-def _power(size: int) -> int:
-    """Returns the power of two that is not below a size, at least 16: a product needs that."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def _keys(dtype: torch.dtype, block_m: int, block_dim: int) -> int:
-    """Returns the number of keys of a tile: as many as fit into the registers of a program."""
-    if dtype == torch.float32:
-        return 16
-    return 32 if block_dim > 128 or block_m * block_dim > 64 * 64 else 64

@@ -9,23 +9,23 @@ of each expert, and `_place` groups them by expert, in blocks of BLOCK_M pairs o
 
 A program of `_product` computes some outputs of one block, so it reads the weights of one expert.
 All grids depend on sizes only, so that they can be captured: there are as many blocks as any
-choices may need. A row of a product does not depend on the other rows of its block.
+choices may need. A row of a product does not depend on the other rows of its block. Blocks have one
+size if weights are packed, so that the bits of a row do not depend on the number of pairs either.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple, TypeGuard
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.linear import Weight
+from swell.kernels.linear import PackedTensor
 from swell.kernels.moe import ALIGNMENT, ExpertTable
 from swell.kernels.reference import moe as reference
 from swell.kernels.triton import TYPES
 from swell.kernels.triton.activation import silu
+from swell.kernels.triton.linear import Tile, plain
 
 PAIRS = 1024
 """Pairs that a program counts or places at once."""
@@ -33,16 +33,6 @@ COLUMNS = 1024
 """Outputs that a program combines."""
 MANY_PAIRS = 32
 """The mean number of pairs of an expert from which blocks are large."""
-
-
-class Tile(NamedTuple):
-    """The sizes of a program of `_product`."""
-
-    pairs: int
-    outputs: int
-    inputs: int
-    """The inputs of one step of its loop."""
-    stages: int
 
 
 @triton.jit
@@ -196,16 +186,18 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
     (tokens, hidden), (gate_up, down) = x.shape, next(iter(weights.values()), (x, x))
     if not weights or not tokens:
         return
-    if x.dtype not in TYPES or not (_is_plain(gate_up, x.dtype) and _is_plain(down, x.dtype)):
+    exact = isinstance(gate_up, PackedTensor)
+    gate_up, down = plain(gate_up), plain(down)
+    if x.dtype not in TYPES or not all(_is_dense(each, x.dtype) for each in (gate_up, down)):
         reference.expert_outputs(x, experts, weights, out)
         return
     assert out.is_contiguous() and out.dtype == x.dtype
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = x if x.stride(1) == 1 and not exact else x.contiguous()
     experts, pairs, count = experts.contiguous(), experts.numel(), weights.addresses.shape[1]
-    tile = _tile(x.dtype, pairs, count)
+    tile = _tile(x.dtype, pairs, count, exact)
     # Each expert that has pairs fills all its blocks except the last.
-    blocks = (pairs + min(pairs, count) * (tile.pairs - 1)) // tile.pairs
-    groups = _group(experts, weights.addresses[0], blocks, tile.pairs)
+    blocks = (pairs + min(pairs, count) * (tile.rows - 1)) // tile.rows
+    groups = _group(experts, weights.addresses[0], blocks, tile.rows)
     inner = x.new_empty(pairs, gate_up.shape[0] // 2)
     _multiply(x, weights.addresses[0], groups, inner, tile, experts.shape[1], gated=True)
     wider = tile._replace(outputs=2 * tile.outputs)
@@ -240,20 +232,20 @@ def _multiply(
     pairs, outs = out.shape
     _product[(len(groups[1]), triton.cdiv(outs, tile.outputs))](
         x, addresses, *groups, out, pairs, x.stride(0), choices, x.shape[1], outs, gated, ALIGNMENT,
-        tile.pairs, tile.outputs, tile.inputs, num_warps=4, num_stages=tile.stages,
+        tile.rows, tile.outputs, tile.inputs, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _is_plain(weight: Weight, dtype: torch.dtype) -> TypeGuard[Tensor]:
-    return isinstance(weight, Tensor) and weight.dtype == dtype and weight.is_contiguous()
+def _is_dense(weight: Tensor, dtype: torch.dtype) -> bool:
+    return weight.dtype == dtype and weight.is_contiguous()
 
 
-def _tile(dtype: torch.dtype, pairs: int, count: int) -> Tile:
+def _tile(dtype: torch.dtype, pairs: int, count: int, exact: bool) -> Tile:
     """Returns the sizes of a program that computes a gated product. Few pairs of an expert need
-    programs that load weights fast, many need large products."""
+    programs that load weights fast, many need large products; exact products have one size."""
     if dtype == torch.float32:
         return Tile(16, 16, 32, 2)
-    if pairs < MANY_PAIRS * count:
+    if not exact and pairs < MANY_PAIRS * count:
         return Tile(16, 32, 64, 4)
     return Tile(64, 64, 64, 3)
 

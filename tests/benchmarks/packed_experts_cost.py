@@ -35,12 +35,12 @@ def unpacked(**overrides: Any) -> LLM:
     """Returns an engine whose experts and routers are stored as in the checkpoint."""
     pack = PackedWeight.pack
 
-    def pack_others(layer: PackedWeight) -> None:
+    def pack_others(layer: PackedWeight, exact: bool) -> None:
         if layer.weight.shape[0] > NUM_EXPERTS:
-            pack(layer)
+            pack(layer, exact)
 
     with (
-        patch.object(MoE, "pack", lambda _layer: None),
+        patch.object(MoE, "pack", lambda _layer, _exact: None),
         patch.object(PackedWeight, "pack", pack_others),
     ):
         return LLM(NANO_MOE, **overrides)

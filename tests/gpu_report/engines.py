@@ -15,7 +15,7 @@ from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
-from swell.engine.wire import EngineCoreRequest
+from swell.engine.wire import EngineCoreOutput, EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.gpu_report.scale import Scale, Shape
 
@@ -45,7 +45,16 @@ class Swell:
         self, prompts: list[list[int]], tokens: int, params: SamplerParams | None = None
     ) -> list[list[int]]:
         """Returns `tokens` tokens for each prompt, all at once."""
-        answers: dict[str, list[int]] = {}
+        outputs = self.outputs(prompts, tokens, params)
+        return [
+            [token for one in of_prompt for token in one.new_token_ids] for of_prompt in outputs
+        ]
+
+    def outputs(
+        self, prompts: list[list[int]], tokens: int, params: SamplerParams | None = None
+    ) -> list[list[EngineCoreOutput]]:
+        """Returns the outputs of `tokens` tokens for each prompt, all at once."""
+        answers: dict[str, list[EngineCoreOutput]] = {}
         for index, prompt in enumerate(prompts):
             of_adapter: dict[str, Any] = {}
             if self.adapters:
@@ -58,7 +67,7 @@ class Swell:
             assert refusal is None, refusal
         while self.core.has_work:
             for output in self.core.step().get(b"report", []):
-                answers.setdefault(output.request_id, []).extend(output.new_token_ids)
+                answers.setdefault(output.request_id, []).append(output)
         return [answers[str(index)] for index in range(len(prompts))]
 
     def __enter__(self) -> Self:

@@ -294,6 +294,24 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
 
 LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
     "Where rounding depends on the batch": {},
+    "`model.exact` has not run on a GPU.": {
+        "depend on its batch, its chunk or its place in a tile": (
+            "tests/kernels/triton/test_linear.py"
+            "::test_the_bits_of_a_row_do_not_depend_on_its_batch",
+            "tests/kernels/triton/test_exact_attention.py"
+            "::test_a_token_has_the_same_bits_in_every_batch",
+            "tests/kernels/triton/test_moe.py"
+            "::test_a_token_has_the_same_bits_in_every_batch_with_packed_experts",
+            "tests/kernels/triton/test_exact_answers.py"
+            "::test_an_answer_has_the_same_bits_in_every_batch",
+        ),
+        "all kernels compile for sm_80, sm_90 and sm_100": (
+            "tests/kernels/triton/test_compile.py::test_kernels_compile_within_their_budget",
+        ),
+        "added in rank order and gathered": (
+            "tests/worker/comm/test_mesh.py::test_an_exact_group_adds_in_order_on_every_device",
+        ),
+    },
     "The client of an ingress that dies sees a cut connection.": {},
     "The loss of a peer on GPUs": {
         "all communicators of a worker are aborted together": (

@@ -54,10 +54,10 @@ class Group(ABC):
 
     @abstractmethod
     def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
-        """Sums `t` over the ranks like `all_reduce`, but on CPU adds the terms of each element in
-        rank order, so that no bit of a row depends on the other rows: `all_reduce` chooses the
-        order by the position of an element in `t`. (The order does not matter for two terms, or if
-        only one is not zero.)"""
+        """Sums `t` over the ranks like `all_reduce`, but on CPU and in an exact group adds the
+        terms of each element in rank order, so that no bit of a row depends on the other rows:
+        `all_reduce` chooses the order by the size of `t` and the position of an element in it. (The
+        order does not matter for two terms, or if only one is not zero.)"""
 
     @abstractmethod
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
@@ -174,11 +174,13 @@ class _Sending(Handle):
 class ProcessGroup(Group):
     """A group over a transport; `reopen` sets the transport and `close` removes it."""
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        """`name`: used in messages and in the store's keys."""
+    def __init__(self, name: str, rank: int, size: int, exact: bool = False) -> None:
+        """`name`: used in messages and in the store's keys; `exact`: whether `all_reduce_in_order`
+        adds in rank order on every device."""
         self.name = name
         self.rank = rank
         self.size = size
+        self.exact = exact
         self._transport: Transport | None = None
         self._dry_run = False
 
@@ -202,8 +204,8 @@ class ProcessGroup(Group):
         return t
 
     def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
-        elements = t.numel()
-        if self.size < 3 or t.device.type != "cpu" or not elements or self._dry_run:
+        elements, is_in_order = t.numel(), self.exact or t.device.type == "cpu"
+        if self.size < 3 or not is_in_order or not elements or self._dry_run:
             return self.all_reduce(t)
         # Each rank sums one part of the elements: [ranks, elements / ranks] is sent and received.
         sent = t.new_zeros(self.size, -(-elements // self.size))
@@ -326,6 +328,6 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-def make_group(name: str, rank: int, size: int) -> Group:
+def make_group(name: str, rank: int, size: int, exact: bool = False) -> Group:
     """Returns a group that is not formed yet, or a `SoloGroup`, which does not need forming."""
-    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size)
+    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size, exact)

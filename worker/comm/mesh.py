@@ -82,6 +82,8 @@ class Mesh:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     host: str = "127.0.0.1"
     """The address of this machine at which other workers reach it."""
+    exact: bool = False
+    """Whether the bits of a row must not depend on its batch (`model.exact`)."""
     _aborted: threading.Event = field(default_factory=threading.Event)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -116,6 +118,7 @@ class Mesh:
         device: torch.device | str = "cpu",
         timeout_s: float = GROUP_TIMEOUT_S,
         host: str = "127.0.0.1",
+        exact: bool = False,
     ) -> Mesh:
         """Returns the mesh of worker `rank` (0 .. parallel.world - 1) of an engine.
 
@@ -125,7 +128,7 @@ class Mesh:
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
         stage, tensor_rank = divmod(rank, parallel.tensor)
-        tensor = make_group(f"tensor{stage}", tensor_rank, parallel.tensor)
+        tensor = make_group(f"tensor{stage}", tensor_rank, parallel.tensor, exact)
         pipeline = make_group(f"pipeline{tensor_rank}", stage, parallel.pipeline)
         feedback = make_group(f"feedback{tensor_rank}", stage, parallel.pipeline)
         mesh = cls(
@@ -139,6 +142,7 @@ class Mesh:
             generation=epoch,
             device=torch.device(device),
             host=host,
+            exact=exact,
         )
         if store is not None:
             mesh._form_own(store, timeout_s, b"")

@@ -38,7 +38,7 @@ class _VocabRows(PackedWeight):
 class VocabParallelEmbedding(_VocabRows):
     """Each rank looks up the tokens that it holds; every rank gets the sum over the group."""
 
-    def pack(self) -> None:
+    def pack(self, exact: bool) -> None:
         """Does nothing: rows are looked up unpacked, unless a tied head packs them."""
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -61,8 +61,8 @@ class ParallelLMHead(_VocabRows):
         self.weight = embedding.weight
         self._tied = (embedding,)  # in a tuple, so that it is not registered as a submodule
 
-    def pack(self) -> None:
-        super().pack()
+    def pack(self, exact: bool) -> None:
+        super().pack(exact)
         for tied in self._tied:
             tied.replace(self.weight)
 

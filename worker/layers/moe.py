@@ -13,10 +13,10 @@ token and the engines of `mesh.data`:
     combine        in the order of the k choices, in the token's engine      [T, hidden]
 
 An answer has the same bits for any number of engines and any placement: in each element of the sum
-only one term is not zero, and the choices are added in the token's engine, in a fixed order. On CPU
-it also has the same bits in any batch, because weights are packed (see `kernels/linear.py`). If
-they are not packed, as on CUDA, the rounding of a matrix product depends on its number of rows: so
-a product never mixes tokens of two engines.
+only one term is not zero, and the choices are added in the token's engine, in a fixed order. On
+CPU, and with `model.exact` on CUDA, it also has the same bits in any batch, because weights are
+packed (see `kernels/linear.py`). If they are not packed, the rounding of a matrix product depends
+on its number of rows: so a product never mixes tokens of two engines.
 """
 
 from __future__ import annotations
@@ -42,21 +42,11 @@ Expert = tuple[Weight, Weight]
 """The weights of one expert as they are used: packed if the device uses packed weights."""
 
 
-def pack_expert(weights: Expert) -> Expert:
-    """Converts the weights of a loaded expert to the form in which they are used."""
-    gate_up, down = weights
-    return _packed(gate_up), _packed(down)
-
-
 def unpack_expert(weights: Expert) -> PlainExpert:
     """Converts the weights of an expert to the form in which they are sent: the processors of ranks
     may pack in different orders."""
     gate_up, down = weights
     return _plain(gate_up), _plain(down)
-
-
-def _packed(weight: Weight) -> Weight:
-    return weight if isinstance(weight, PackedTensor) else pack(weight)
 
 
 def _plain(weight: Weight) -> torch.Tensor:
@@ -167,9 +157,18 @@ class MoE(FeedForward, Packable):
         make = self.router.weight.data.new_empty
         return make(gate_up), make(down)
 
-    def pack(self) -> None:
+    def pack(self, exact: bool) -> None:
+        assert exact == self.mesh.exact, "experts that arrive later are packed like these"
         for expert, weights in self.local_experts.items():
-            self.local_experts[expert] = pack_expert(weights)
+            self.local_experts[expert] = self.pack_expert(weights)
+
+    def pack_expert(self, weights: Expert) -> Expert:
+        """Converts the weights of a loaded expert to the form in which they are used."""
+        gate_up, down = (
+            each if isinstance(each, PackedTensor) else pack(each, self.mesh.exact)
+            for each in weights
+        )
+        return gate_up, down
 
     @property
     def expert_bytes(self) -> int:

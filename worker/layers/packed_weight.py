@@ -13,8 +13,9 @@ from swell.worker.model_interfaces import HoldsTensors
 class Packable(nn.Module):
     """A layer whose weights are packed once they are loaded."""
 
-    def pack(self) -> None:
-        """Replaces loaded weights by their packed form, unless they were loaded in that form."""
+    def pack(self, exact: bool) -> None:
+        """Replaces loaded weights by their packed form, unless they were loaded in that form.
+        `exact`: see `swell.kernels.linear.pack`."""
         raise NotImplementedError
 
 
@@ -24,9 +25,9 @@ class PackedWeight(Packable):
     weight: Any
     """A parameter while it is loaded, then a `Weight` of `swell.kernels.linear`."""
 
-    def pack(self) -> None:
+    def pack(self, exact: bool) -> None:
         if not isinstance(self.weight, PackedTensor):
-            self.replace(pack(self.weight))
+            self.replace(pack(self.weight, exact))
 
     def replace(self, weight: Weight) -> None:
         """Uses `weight` from now on."""
@@ -34,8 +35,8 @@ class PackedWeight(Packable):
         self.weight = weight
 
 
-def pack_weights(model: HoldsTensors) -> None:
+def pack_weights(model: HoldsTensors, exact: bool = False) -> None:
     """Packs every weight of a loaded model. Afterwards the model cannot be loaded again."""
     for module in model.modules():
         if isinstance(module, Packable):
-            module.pack()
+            module.pack(exact)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from swell.kernels.linear import PackedTensor
+from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
 _ALONE = threading.Lock()
@@ -91,9 +93,12 @@ def collect_frozen() -> None:
 
 
 def _tensors_of(model: HoldsTensors) -> Iterator[torch.Tensor]:
-    """Yields all tensors of a model. Experts that engines may share are not parameters, and packed
-    ones are not tensors, so they are added separately."""
+    """Yields all tensors of a model. Packed weights and experts that engines may share are not
+    parameters, so they are added separately."""
     yield from chain(model.parameters(), model.buffers())
+    for module in model.modules():
+        if isinstance(module, PackedWeight) and isinstance(module.weight, PackedTensor):
+            yield module.weight.data
     for layer in moe_layers(model):
         yield from (part.data for weights in layer.local_experts.values() for part in weights)
 

@@ -13,7 +13,7 @@ import torch
 
 from swell.configs.schema import Config, ModelConfig
 from swell.worker.comm.mesh import Mesh
-from swell.worker.layers.moe import Expert, MoE, PlainExpert, pack_expert, unpack_expert
+from swell.worker.layers.moe import Expert, MoE, PlainExpert, unpack_expert
 from swell.worker.loader import load_experts
 from swell.worker.model_interfaces import MixtureOfExperts, Model
 
@@ -165,7 +165,7 @@ def move_experts(
             if target not in sources:
                 arrived = _move(layer, mesh, expert, sources[0], target)
                 if arrived is not None:
-                    came[expert] = pack_expert(arrived)
+                    came[expert] = layer.pack_expert(arrived)
                 on_progress()
     if mesh.device.type == "cuda":  # transfers are only enqueued
         torch.cuda.current_stream(mesh.device).synchronize()
@@ -217,4 +217,4 @@ def _load(
         expert, weights = made.popitem()
         while weights:
             at, plain = weights.popitem()
-            layers[at].local_experts[expert] = pack_expert(plain)
+            layers[at].local_experts[expert] = layers[at].pack_expert(plain)

@@ -78,7 +78,7 @@ class Pooler:
             materialize(dense, device, dtype)
             own = msgspec.structs.replace(config, path=str(folder / spec.folder))
             load_weight_shards(dense.weight_shards, own)
-            pack_weights(dense)
+            pack_weights(dense, config.exact)
             self._dense.append(dense)
             size = spec.out_features
 

@@ -52,6 +52,8 @@ class InputBatch:
     """The sizes to which the inputs are padded; None: they are not padded."""
     is_capturable: bool = True
     """See `EngineStep.is_capturable`."""
+    exact: bool = False
+    """Whether attention is exact (see `AttentionMetadata`)."""
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +84,7 @@ class InputBatch:
             slot_mapping=self.inputs.slot_mapping[:tokens],
             max_query_tokens=self.sizes.max_query_tokens,
             max_context_tokens=self.sizes.max_context_tokens,
+            exact=self.exact,
         )
 
     @property
@@ -152,14 +155,17 @@ class BatchBuilder:
         blocks: BlockTables,
         max_tokens: int,
         draft_tokens: int = 0,
+        exact: bool = False,
     ) -> None:
-        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step."""
+        """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step;
+        `exact`: of all batches."""
         # One extra row and one extra token, so that the numbers of samples, rows and tokens differ:
         # a capture distinguishes them by their values.
         rows = states.max_rows + 1
         samples = rows + draft_tokens
         tokens, device = max(max_tokens, samples) + 1, states.token_ids.device
         self._block_tokens = blocks.block_tokens
+        self._exact = exact
         self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device, samples)
         self._gather = make_gather(
             states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
@@ -172,5 +178,11 @@ class BatchBuilder:
         sizes = self._gather(plan.slots, plan.starts, plan.num_tokens, plan.samples, bucket)
         every = sizes.samples == sizes.tokens
         return InputBatch(
-            plan, self._inputs, sizes, self._block_tokens, all_hidden=every, bucket=bucket
+            plan,
+            self._inputs,
+            sizes,
+            self._block_tokens,
+            all_hidden=every,
+            bucket=bucket,
+            exact=self._exact,
         )

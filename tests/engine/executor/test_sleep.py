@@ -32,6 +32,8 @@ from swell.coordinator.wire import (
     Resume,
 )
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost
+from swell.kernels.linear import PackedTensor
+from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.memory.sleep import SleepingWeights, collect_frozen
 from swell.worker.model_interfaces import moe_layers
 from swell.worker.wire import GroupPlan, Regrouped
@@ -295,8 +297,8 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_experts_sleep_too(tmp_path: Path) -> None:
-    """Experts are moved too: they are not parameters, and are most of the weights."""
+def test_experts_and_packed_weights_sleep_too(tmp_path: Path) -> None:
+    """They are moved too: they are not parameters, and are most of the weights."""
     tiny_models.make(tmp_path, "mixtral")
     model = ModelConfig(path=str(tmp_path), device="cpu")
     worker = Worker(Config(model=model, cache=CacheConfig(memory_bytes=4_000_000)))
@@ -304,6 +306,9 @@ def test_experts_sleep_too(tmp_path: Path) -> None:
         worker.load()
         experts = [w for layer in moe_layers(worker.model) for w in layer.local_experts.values()]
         tensors = [weight.data for expert in experts for weight in expert]
+        layers = [module for module in worker.model.modules() if isinstance(module, PackedWeight)]
+        assert any(isinstance(layer.weight, PackedTensor) for layer in layers)
+        tensors += [layer.weight.data for layer in layers]
         wanted = [tensor.clone() for tensor in tensors]
         sleeping = SleepingWeights(worker.model)
         assert len(tensors) > 8 and not any(t.untyped_storage().nbytes() for t in tensors)

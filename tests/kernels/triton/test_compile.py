@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,9 @@ from tests.kernels.triton import (
     test_attention,
     test_bitmask,
     test_cache,
+    test_exact_attention,
     test_inputs,
+    test_linear,
     test_logprobs,
     test_lora,
     test_moe,
@@ -53,10 +56,14 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "activation": Budget(test_activation.launches, 0),
-    "attention": Budget(test_attention.launches, 100 << 10),
+    "attention": Budget(
+        lambda dtype: chain(test_attention.launches(dtype), test_exact_attention.launches(dtype)),
+        100 << 10,
+    ),
     "bitmask": Budget(test_bitmask.launches, 0),
     "cache": Budget(test_cache.launches, 0),
     "inputs": Budget(test_inputs.launches, 0),
+    "linear": Budget(test_linear.launches, 100 << 10),
     "logprobs": Budget(test_logprobs.launches, 4 << 10),
     "lora": Budget(test_lora.launches, 64 << 10),
     "moe": Budget(test_moe.launches, 110 << 10),

@@ -11,10 +11,12 @@ from torch import Tensor
 from swell.cluster.local import LLM, SamplingParams
 from swell.kernels import backends
 from swell.kernels.host.host_reads import RefuseHostReads
+from swell.kernels.linear import Weight
 from swell.kernels.moe import ExpertTable
 from swell.kernels.reference import linear as reference_linear
 from swell.kernels.reference import moe as reference
 from swell.kernels.triton import moe
+from swell.kernels.triton.linear import pack
 from swell.kernels.triton.moe import combine_experts, expert_outputs, route
 from swell.worker.step import buckets
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
@@ -34,13 +36,20 @@ def launches(dtype: torch.dtype) -> Iterator[object]:
     for count, top_k, hidden, size in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
         expert = torch.empty(2 * size, hidden, dtype=dtype), torch.empty(hidden, size, dtype=dtype)
         table = ExpertTable(count, CPU, {0: expert})
+        exact = ExpertTable(count, CPU, {0: packed(expert)})
         for tokens, slots in ((1, torch.empty(1, dtype=torch.int64)), (4096, None)):
             x = torch.empty(tokens, hidden, dtype=dtype)
             yield route(torch.empty(tokens, count, dtype=dtype), top_k, True, slots)
             out = torch.empty(tokens, top_k, hidden, dtype=dtype)
             experts = torch.empty(tokens, top_k, dtype=torch.int64)
             yield expert_outputs(x, experts, table, out)
+            yield expert_outputs(x, experts, exact, out)
             yield combine_experts(out, torch.empty(tokens, top_k))
+
+
+def packed(expert: tuple[Tensor, Tensor]) -> tuple[Weight, Weight]:
+    gate_up, down = (pack(weight, exact=True) for weight in expert)
+    return gate_up, down
 
 
 # ---------------------------------------------------------------- routing
@@ -173,6 +182,30 @@ def test_every_expert_has_one_pair_more_than_full_blocks(monkeypatch):
     experts = torch.arange(3).repeat(65)[torch.randperm(3 * 65)].unsqueeze(1)
     x = torch.randn(len(experts), 9).bfloat16()
     rounds_like(layer.outputs(x, experts), layer.by_definition(x, experts), torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_token_has_the_same_bits_in_every_batch_with_packed_experts(dtype, monkeypatch):
+    """A token without others, and at several places among 39, with which its experts have enough
+    pairs for large blocks; some of the others have failed."""
+    monkeypatch.setattr(moe, "MANY_PAIRS", 8)
+    tiles, choose_tile = set(), moe._tile
+    monkeypatch.setattr(moe, "_tile", lambda *sizes: tiles.add(choose_tile(*sizes)) or max(tiles))
+    layer = Layer(3, 130, 40, dtype)
+    x, experts = torch.randn(40, 130).to(dtype), choose(40, 3, 2)
+    wanted = layer.by_definition(x[:1], experts[:1])
+    layer.table = ExpertTable(3, CPU, {e: packed(both) for e, both in layer.weights.items()})
+    first = layer.outputs(x[:1], experts[:1])[0]
+    rounds_like(first[None], wanted, dtype)
+    x[20:23] = float("nan")
+    for place in (0, 17, 39):
+        order = [*range(1, 40)]
+        order.insert(place, 0)
+        found = layer.outputs(x[order], experts[order])
+        assert torch.equal(found[place], first), place
+        wide = torch.cat([x[order], torch.zeros(40, 3).to(dtype)], 1)
+        assert torch.equal(layer.outputs(wide[:, :130], experts[order])[place], first), place
+    assert len(tiles) == 1, "a GPU may add the terms of another tile in another order"
 
 
 def test_experts_of_other_ranks_and_padding_compute_nothing():

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm import gloo_transport
-from swell.worker.comm.mesh import Group, GroupError, Mesh, SoloGroup
+from swell.worker.comm.mesh import Group, GroupError, Mesh, ProcessGroup, SoloGroup
 from swell.worker.wire import GroupPlan
 
 pytestmark = pytest.mark.slow
@@ -96,6 +96,22 @@ def test_operations(dtype: torch.dtype) -> None:
         mesh.close()
 
     in_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("exact", "operations"),
+    [(True, ["alltoall_base", "_allgather_base"]), (False, ["allreduce"])],
+)
+def test_an_exact_group_adds_in_order_on_every_device(
+    monkeypatch: pytest.MonkeyPatch, exact: bool, operations: list[str]
+) -> None:
+    """A tensor without memory stands for one of a GPU."""
+    called: list[str] = []
+    monkeypatch.setattr(ProcessGroup, "_run", lambda self, name, *_: called.append(name))
+    mesh = Mesh.build(ParallelConfig(tensor=3), 1, exact=exact)
+    t = torch.empty(2, 5, device="meta")
+    assert mesh.tensor.all_reduce_in_order(t) is t
+    assert called == operations and mesh.exact == exact
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

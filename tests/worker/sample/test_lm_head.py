@@ -25,7 +25,7 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
         head.weight.zero_()
         for shard in head.weight_shards("head"):
             shard.target.copy_(weight[shard.index])
-    head.pack()
+    head.pack(exact=False)
     return head
 
 
