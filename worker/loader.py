@@ -14,6 +14,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -37,6 +38,15 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_folder import model_folder
 from swell.worker.model_interfaces import HasMesh
+from swell.worker.models import NATIVE
+from swell.worker.models.text_part import (
+    ALONE,
+    text_architecture,
+    text_config,
+    text_names,
+    towers,
+    wrapper_class,
+)
 from swell.worker.quantization import refuse_quantized, refuse_type
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
@@ -61,16 +71,14 @@ HUB_FILES = ("*.json", "*.safetensors")
 
 def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     """Returns the model's `PretrainedConfig`, from a folder or from the hub. `pools`: the model
-    pools, so it need not be a causal language model. Raises `ValueError`."""
+    pools, so it need not be a causal language model. Of a wrapper whose text model is served as an
+    architecture of its own, returns the text model's. Raises `ValueError`."""
     path = model_config.path
-    _check_path(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:
-        raise ValueError(_explain_config(path, error)) from None
+    config = _read_config(path)
     refuse_quantized(path, config)
     if not pools:
         _check_architecture(config)
+        config = _served_part(model_config, config)
     try:
         config.get_text_config()
     except ValueError as error:
@@ -80,6 +88,29 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     return config
 
 
+def skipped_parts(model_config: ModelConfig) -> list[str]:
+    """Returns the names of the parts of the model that are not served: the towers of a wrapper."""
+    return towers(_read_config(model_config.path))
+
+
+def _read_config(path: str) -> Any:
+    _check_path(path)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(_explain_config(path, error)) from None
+
+
+def _served_part(model_config: ModelConfig, hf_config: Any) -> Any:
+    """Returns the config of a wrapper's text model if that is an architecture of its own which is
+    native, or which transformers builds only alone; otherwise the config."""
+    own = text_architecture(hf_config)
+    is_native = own in NATIVE and model_config.backend != "transformers"
+    if own is None or not (is_native or hf_config.model_type in ALONE):
+        return hf_config
+    return text_config(hf_config)
+
+
 def _check_architecture(hf_config: Any) -> None:
     """Raises `ValueError` if transformers knows the architecture and it is not the causal language
     model of `model_type`: another type, or a model with a vision tower or another head."""
@@ -87,6 +118,8 @@ def _check_architecture(hf_config: Any) -> None:
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     classes = [own] if isinstance(own, str) else list(own or ())
     if not classes or not named or named[0] in classes or not hasattr(transformers, named[0]):
+        return
+    if wrapper_class(hf_config) is not None:
         return
     raise ValueError(
         f"architectures={named[0]!r} is not the causal language model of model_type={kind!r}, "
@@ -99,7 +132,8 @@ def resolve_dtype(model_config: ModelConfig, hf_config: Any) -> torch.dtype:
     checkpoint's."""
     if model_config.dtype != "auto":
         return DTYPES[model_config.dtype]
-    own = getattr(hf_config, "dtype", None) or torch.float32
+    configs = hf_config, hf_config.get_text_config()
+    own = next((one.dtype for one in configs if getattr(one, "dtype", None)), torch.float32)
     if isinstance(own, str):
         own = getattr(torch, own.removeprefix("torch."), torch.float32)
     return own if own in DTYPES.values() else torch.float32
@@ -202,23 +236,23 @@ def load_weight_shards(
     folder that does not hold the shards.
     """
     dummy = model_config.load_format == "dummy"
-    folder = Path() if dummy else _folder(model_config.path)
-    weight_map = {} if dummy else _weight_map(folder)
-    weight_shards = list(shards_of(weight_map.keys()))
+    stored = {} if dummy else _stored_tensors(model_config)
+    weight_shards = list(shards_of(stored.keys()))
     report = _LoadProgress(sum(p.target.nbytes for p in weight_shards), progress)
     if dummy:
         _fill(weight_shards, model_config.seed, report)
         return report.total
-    by_file: dict[str, list[WeightShard]] = defaultdict(list)
+    by_file: dict[Path, list[WeightShard]] = defaultdict(list)
     for shard in weight_shards:
-        if shard.name not in weight_map:
+        if shard.name not in stored:
             raise ValueError(
-                f"model {str(folder)!r}: the weights have no tensor {shard.name!r}; the files do "
-                "not belong to this config.json, or the download is incomplete"
+                f"model {model_config.path!r}: the weights have no tensor {shard.name!r}; the "
+                "files do not belong to this config.json, or the download is incomplete"
             )
-        by_file[weight_map[shard.name]].append(shard)
-    for file in sorted(by_file):
-        _read(folder / file, by_file[file], report)
+        tensor = stored[shard.name]
+        by_file[tensor.path].append(replace(shard, name=tensor.name))
+    for path in sorted(by_file):
+        _read(path, by_file[path], report)
     return report.total
 
 
@@ -227,16 +261,16 @@ def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
     saved weights, whose config.json says which embeddings are tied."""
     if model_config.load_format == "dummy" or is_sharded(model_config):
         return ()
-    return _weight_map(_folder(model_config.path)).keys()
+    return _stored_tensors(model_config).keys()
 
 
 def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.dtype) -> bool:
     """Whether two stored tensors are the same parameter of type `dtype`. Reads one part at a
     time."""
-    folder = _folder(model_config.path)
-    weight_map = _weight_map(folder)
-    with _open(folder / weight_map[one]) as a, _open(folder / weight_map[other]) as b:
-        left, right = a.get_slice(one), b.get_slice(other)
+    stored = _stored_tensors(model_config)
+    left_tensor, right_tensor = stored[one], stored[other]
+    with _open(left_tensor.path) as a, _open(right_tensor.path) as b:
+        left, right = a.get_slice(left_tensor.name), b.get_slice(right_tensor.name)
         shape = tuple(left.get_shape())
         if shape != tuple(right.get_shape()) or not shape:
             return False
@@ -264,10 +298,11 @@ class _LoadProgress:
 
 def _read(path: Path, weight_shards: Sequence[WeightShard], report: _LoadProgress) -> None:
     with _open(path) as file:
-        for shard in weight_shards:
-            source = file.get_slice(shard.name)
-            refuse_type(shard.name, source.get_dtype(), shard.target.dtype, path)
+        for needed in weight_shards:
+            source = file.get_slice(needed.name)
+            refuse_type(needed.name, source.get_dtype(), needed.target.dtype, path)
             shape = tuple(source.get_shape())
+            shard = needed.as_stored(shape)
             if shape != tuple(shard.shape):
                 raise ValueError(
                     f"tensor {shard.name!r} in {str(path)!r} has the shape {list(shape)}, but its "
@@ -317,8 +352,28 @@ def _open(path: Path) -> Iterator[Any]:
             ) from None
 
 
+class _FileTensor(NamedTuple):
+    """A tensor of a checkpoint."""
+
+    path: Path
+    name: str
+
+
+def _stored_tensors(model_config: ModelConfig) -> dict[str, _FileTensor]:
+    """Returns the tensors of the checkpoint, by the names that they have for the served model: for
+    the text model of a wrapper, without the wrapper's prefixes."""
+    folder = _folder(model_config.path)
+    files = _weight_map(folder)
+    names = text_names(files)
+    if names.keys() != files.keys():
+        served = _served_part(model_config, _read_config(model_config.path))
+        if wrapper_class(served):  # it knows its names
+            names = {name: name for name in files}
+    return {name: _FileTensor(folder / files[own], own) for name, own in names.items()}
+
+
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Returns tensor name -> file name."""
+    """Returns stored name of a tensor -> file name."""
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
     if index.is_file():

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
+from swell.worker.models.text_part import text_architecture
 from tests.zoo.exceptions import CHANGES, PARTS, WHOLE
 
 LAYERS = 4
@@ -73,21 +77,28 @@ KV_HEADS = {
 }
 DERIVED = {"transformers_version", "model_type", "architectures", "per_layer_config", "qk_head_dim"}
 """Keys that are not copied: the class derives them again."""
-RUN_ALL_PARTS = {"blt"}
+RUN_ALL_PARTS = {"blt", "pi0"}
 """Model types whose parts are all run."""
 DEPTHS = ("num_hidden_layers", "num_layers", "depth", "num_blocks", "encoder_layers")
 FIXED = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "is_decoder": True}
 
 
 def kinds() -> list[str]:
-    """Returns every model type that has a causal language model."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """Returns every model type that has a causal language model, or that wraps one."""
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def architecture(kind: str) -> str:
     """Returns the class that transformers builds for a model type."""
-    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+    wrapper = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    name = wrapper or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
     return name if isinstance(name, str) else name[0]
+
+
+def text_architecture_of(kind: str) -> str:
+    """Returns the class that computes tokens: that of the text model in a wrapper, if there is
+    one."""
+    return text_architecture(default_of(kind)) or architecture(kind)
 
 
 def variants(kind: str) -> list[str]:
@@ -125,7 +136,11 @@ def _one_layer(part: Any) -> dict[str, Any] | None:
 
 def _shallow(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: v for k, v in values.items() if k not in DERIVED - {"model_type"}}
-    return {**kept, **{k: 1 for k in DEPTHS if isinstance(kept.get(k), int)}}
+    depths = {k: kept[k] for k in DEPTHS if isinstance(kept.get(k), int)}
+    for key, value in kept.items():
+        if isinstance(value, list) and len(value) in depths.values():
+            kept[key] = value[:1]
+    return {**kept, **dict.fromkeys(depths, 1)}
 
 
 def default_of(kind: str) -> Any:

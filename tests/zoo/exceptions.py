@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+MROPE = {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
 MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -25,6 +26,14 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), MROPE),
+    **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr"), MROPE),
+    "qwen3_vl_moe": {"moe_intermediate_size": 48},  # else its experts are square
+    "hy_v4_vl": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    "apertus1p5": {"vocab_size": 270_000},  # its sounds are tokens
+    "glm5_next": {"index_topk": 16},
+    "paddleocr_vl": MROPE,
+    "glm4v_moe": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
     "gemma4_assistant": {"num_kv_shared_layers": 4},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 4},
     "granitemoehybrid": MAMBA,
@@ -65,6 +74,20 @@ WHOLE: dict[str, dict[str, Any]] = {
 """Model type whose defaults are refused by its own class -> what makes them valid."""
 
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_vl": {"vision_config": {"embed_dim": 32, "num_heads": 2, "hidden_size": 64}},
+    "qwen3_vl_moe": {
+        "vision_config": {
+            "hidden_size": 32,
+            "num_heads": 2,
+            "intermediate_size": 64,
+            "out_hidden_size": 64,
+            "deepstack_visual_indexes": [0],
+        }
+    },
+    "granite_docling": {"vision_config": {"out_hidden_size": 64}},
+    "inkling2": {"vision_config": {"text_hidden_size": 64}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 64}},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [0]}},
     "dots3_note": {
         "vision_config": {"adapter_out_dim": 64},
         "audio_config": {"adapter_out_dim": 64},

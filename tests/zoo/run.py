@@ -75,7 +75,7 @@ def cases(kinds: Sequence[str], splits: Sequence[str] = ("",)) -> list[Case]:
         for variant in configs.variants(kind)
         for backend in ("transformers", "native")
         for split in splits
-        if backend == "transformers" or configs.architecture(kind) in NATIVE
+        if backend == "transformers" or configs.text_architecture_of(kind) in NATIVE
     ]
 
 

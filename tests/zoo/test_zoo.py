@@ -38,7 +38,8 @@ SPREAD = {
     "two attentions a layer": ["diffllama"],
     "sparse attention": ["deepseek_v32"],
     "recurrent states": ["mamba2", "rwkv", "jamba", "lfm2_moe"],
-    "not causal, not alone": ["bart", "gemma3", "musicgen"],
+    "not causal, not alone": ["bart", "musicgen"],
+    "text models of wrappers": ["gemma3", "mistral3", "qwen2_vl", "gemma3n", "llama4"],
 }
 KINDS = [kind for kinds in SPREAD.values() for kind in kinds if kind in configs.kinds()]
 CASES = cases(KINDS)

@@ -7,33 +7,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from swell.worker.models.generic_build import auto_class
+from swell.worker.models.text_part import text_config, wrapper_class
 from tests.zoo.configs import VOCAB
 
 NORM_NOISE = 0.1
 
 
 def make(folder: Path, config: Any, seed: int = 0) -> Any:
-    """Saves a float32 model of `config`; returns the eager model of transformers.
+    """Saves a float32 model of `config`; returns the eager model of transformers. For a wrapper
+    whose towers need libraries that are not installed, that is its text model.
 
     Returns the exception if transformers itself cannot build the model; the folder then only holds
     the config.
     """
     write_tokenizer(folder)
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation="eager"
-            ).eval()
-            _randomize(model)
-        model.save_pretrained(folder)
+        try:
+            model = _build(config, seed)
+            model.save_pretrained(folder)
+        except ImportError:
+            model = _build(text_config(config), seed)
+            _save_wrapped(model, config, folder)
     except Exception as error:
         config.save_pretrained(folder)
         return error
     return model
+
+
+def _build(config: Any, seed: int) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = auto_class(config).from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        _randomize(model.eval())
+    return model
+
+
+def _save_wrapped(model: Any, config: Any, folder: Path) -> None:
+    """Saves a text model as the part of a wrapper, which has `config`."""
+    tied = model.all_tied_weights_keys
+    weights = {
+        name.replace("model.", "model.language_model.", 1): tensor.contiguous()
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.architectures = [wrapper_class(config)]
+    config.save_pretrained(folder)
 
 
 @torch.no_grad()

@@ -28,6 +28,19 @@ class WeightShard:
     """The part: one entry for each dimension of the checkpoint's tensor."""
     shape: tuple[int, ...]
     """The shape of the whole tensor in the checkpoint."""
+    swaps: tuple[int, int] | None = None
+    """Two dimensions that some checkpoints store in the other order."""
+
+    def as_stored(self, shape: tuple[int, ...]) -> WeightShard:
+        """Returns the shard for a stored tensor of this shape, with two dimensions swapped if only
+        then the shape is right."""
+        if self.swaps is None or shape == self.shape:
+            return self
+        order = list(range(len(self.shape)))
+        one, other = self.swaps
+        order[one], order[other] = other, one
+        index, whole = (tuple(each[at] for at in order) for each in (self.index, self.shape))
+        return WeightShard(self.name, self.target.transpose(one, other), index, whole)
 
 
 def replicated_shard(name: str, parameter: torch.Tensor) -> WeightShard:

@@ -21,7 +21,7 @@ from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.models import generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
-from swell.worker.models.generic_build import materialize, on_meta
+from swell.worker.models.generic_build import body_name, drop_towers, materialize, on_meta
 from swell.worker.models.generic_masks import UnsupportedMaskError
 from swell.worker.models.generic_parallel import (
     StageBoundary,
@@ -71,6 +71,7 @@ class GenericForCausalLM(nn.Module):
         self._stage_boundary = StageBoundary()
         self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
         self._names = WeightsMapper(causal)
+        drop_towers(causal, base)
         split_tensors(causal, base.config, mesh.tensor)
         self.range = split_stages(causal, base, mesh, self._stage_boundary)
         if not mesh.is_last_stage:
@@ -81,7 +82,7 @@ class GenericForCausalLM(nn.Module):
         # The whole model computes the head; its body is replaced by one that returns given hidden
         # states.
         self._head_input = _HeadInput()
-        setattr(causal, causal.base_model_prefix, self._head_input)
+        setattr(causal, body_name(causal), self._head_input)
         self.base, self.head = base, causal
         self._prompt_embeds: EmbedsOverride | None = None
         if mesh.is_first_stage:
@@ -329,7 +330,7 @@ def refuse_config(config: Any, max_positions: int) -> None:
 def _drop_head(causal: nn.Module, base: nn.Module) -> None:
     """Removes the head: only the last stage computes logits."""
     for name, child in list(causal.named_children()):
-        if child is not base:
+        if base not in child.modules():
             setattr(causal, name, nn.Identity())
 
 

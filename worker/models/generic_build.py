@@ -12,6 +12,7 @@ from torch import nn
 
 from swell.configs.runtime.log import first_line
 from swell.worker.models import generic_attention
+from swell.worker.models.text_part import wrapper_class
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
 
@@ -23,15 +24,13 @@ _CONSTRUCTION = threading.Lock()
 
 
 def on_meta(config: Any) -> tuple[Any, Any]:
-    """Returns the model on the meta device, and its body. Raises `ValueError` if it is not a causal
-    LM."""
-    from transformers import AutoModelForCausalLM
-
+    """Returns the model on the meta device, and its text body. Raises `ValueError` if no causal LM
+    can be built."""
     generic_attention.register()
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     try:
         with _CONSTRUCTION, torch.device("meta"):
-            causal = AutoModelForCausalLM.from_config(
+            causal = auto_class(config).from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
                 attn_implementation=generic_attention.NAME,
@@ -47,23 +46,60 @@ def on_meta(config: Any) -> tuple[Any, Any]:
             f"architecture {name!r} is not a causal LM that transformers can build: "
             f"{first_line(error)}"
         ) from None
-    name, base = type(causal).__name__, causal.base_model
-    text = base.config.get_text_config()
-    parts = [] if text is base.config else sorted(set(base.config.sub_configs) - {"text_config"})
-    why = None
-    if base is causal:
+    name, body = type(causal).__name__, body_of(causal)
+    base, why = text_body(body), None
+    if base not in body.modules() or body is causal:
         why = "its body cannot be separated from its head"
     elif getattr(causal, "_is_stateful", False):
         why = "its layers have a recurrent state"
     elif "position_ids" not in inspect.signature(base.forward).parameters:
         why = "its forward does not accept positions"
-    elif parts:
-        why = f"it has {', '.join(parts)} besides its text model, but only text models are served"
     elif not all(isinstance(getattr(base.config, k, None), int) for k in SIZES):
         why = f"its config lacks one of {', '.join(SIZES)}"
     if why:
         raise ValueError(f"architecture {name!r} cannot be served: {why}")
     return causal.eval(), base
+
+
+def auto_class(config: Any) -> Any:
+    """Returns the class of transformers that builds a model with a head for tokens: a wrapper's
+    own, otherwise that of causal LMs."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if wrapper_class(config) else AutoModelForCausalLM
+
+
+def body_name(causal: Any) -> str:
+    """Returns the name of the model's part that computes hidden states; '' if it has no such
+    part."""
+    from transformers import PreTrainedModel
+
+    parts = [name for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]
+    if causal.base_model_prefix in parts:
+        return str(causal.base_model_prefix)
+    return parts[0] if len(parts) == 1 else ""
+
+
+def body_of(causal: Any) -> Any:
+    """Returns the model's part that computes hidden states; the model if it has no such part."""
+    return causal.get_submodule(body_name(causal))
+
+
+def text_body(body: Any) -> Any:
+    """Returns the part that computes hidden states of tokens: the body, or the text model within
+    the body of a wrapper."""
+    return body if body.config.get_text_config() is body.config else body.get_decoder()
+
+
+def drop_towers(causal: nn.Module, base: nn.Module) -> None:
+    """Removes what surrounds the text body `base` within the body of a wrapper: the towers and
+    their projectors."""
+    inner = body_of(causal)
+    while inner is not base:
+        around = [name for name, child in inner.named_children() if base not in child.modules()]
+        for name in around:
+            setattr(inner, name, nn.Identity())
+        inner = next(child for child in inner.children() if base in child.modules())
 
 
 def materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from swell.worker.layers.weight_shard import ALL, WeightShard
@@ -92,12 +92,16 @@ class WeightsMapper:
 def _converted(
     architecture: str, shard: WeightShard, found: list[_StoredTensor]
 ) -> Iterator[WeightShard]:
-    """Yields the shards of experts that are stored as one matrix each: a parameter [E, rows, in] is
-    made from E matrices per pattern.
+    """Yields the shards of experts that are stored in another form: with two dimensions swapped, or
+    as one matrix each; then a parameter [E, rows, in] is made from E matrices per pattern.
 
     parameter[e] = [ matrix e of pattern 0 | matrix e of pattern 1 | ... ]   along dimension 0
     """
     converter = found[0].converter
+    first = converter.operations[0]
+    if len(converter.operations) == 1 and type(first).__name__ == "Transpose":
+        yield replace(shard, name=found[0].name, swaps=(first.dim0, first.dim1))
+        return
     steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
     if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         raise ValueError(

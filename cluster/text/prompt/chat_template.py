@@ -42,6 +42,8 @@ _RESERVED_VARIABLES = {
 """Names that `chat_template_kwargs` must not set."""
 
 
+_PROBE = "probe 17"
+"""A text that a template writes only if it reads the content of a message."""
 _MAX_REASON_CHARS = 500
 """Limit on the length of a template's error message: it may repeat the conversation."""
 
@@ -87,6 +89,7 @@ class ChatTemplate:
         self._model_name = model_name
         self._override = override
         self._control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
+        self._reads_parts = lru_cache(maxsize=8)(partial(_reads_parts, tokenizer))
 
     @property
     def text(self) -> str:
@@ -214,6 +217,8 @@ class ChatTemplate:
             ]
             tools, documents = changed(tools, change), changed(documents, change)
             variables = {**variables, **changed(_text_variables(variables), change)}
+        if self._reads_parts(options.template or self.text):
+            conversation = [{**one, "content": _parts(one["content"])} for one in conversation]
         return str(
             self._tokenizer.apply_chat_template(
                 conversation,
@@ -247,6 +252,26 @@ class ChatTemplate:
                 one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
             plain.append(one)
         return plain
+
+
+def _reads_parts(tokenizer: Any, template: str) -> bool:
+    """Whether the template reads contents only as lists of parts, as those of some models with
+    images do: it writes a text as the only part of a content, but not as a content."""
+    for content in (_PROBE, _parts(_PROBE)):
+        try:
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": content}], chat_template=template, tokenize=False
+            )
+        except Exception:  # a template is a program and may raise anything
+            continue
+        if _PROBE in text:
+            return content is not _PROBE
+    return False
+
+
+def _parts(text: str) -> list[TemplateValues]:
+    """Returns a content as a list of parts."""
+    return [{"type": "text", "text": text}] if text else []
 
 
 def _texts_of_message(message: Mapping[str, Any]) -> TemplateValues:

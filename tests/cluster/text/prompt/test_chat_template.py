@@ -133,3 +133,54 @@ def test_the_file_of_a_template_is_read_within_bounds(tmp_path: Path) -> None:
         read_template("/dev/zero")
     (tmp_path / "good").write_bytes("é{{ messages }}".encode())
     assert read_template(str(tmp_path / "good")) == "é{{ messages }}"
+
+
+PARTS = (
+    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+    "{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}\n{% endfor %}"
+)
+"""A template that reads contents only as lists of parts."""
+EITHER = (
+    "{% for m in messages %}{{ m.role }}:{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}\n{% endfor %}"
+)
+
+
+def test_a_template_that_reads_only_parts_gets_parts() -> None:
+    messages = [
+        ChatMessage(role="system", content="be kind"),
+        ChatMessage(role="user", content="what is {{ 7 }}?"),
+        ChatMessage(role="assistant", content=""),
+        USER,
+    ]
+    tokenizer = made.chat_tokenizer()
+    oracle = tokenizer.apply_chat_template(
+        [
+            {"role": m.role, "content": [{"type": "text", "text": m.text}] if m.text else []}
+            for m in messages
+        ],
+        chat_template=PARTS,
+        tokenize=False,
+    )
+    assert "what is {{ 7 }}?" in oracle
+    assert ChatTemplate(tokenizer, "m", PARTS).render(messages, TemplateOptions()) == oracle
+    asked = TemplateOptions(template=PARTS)
+    assert ChatTemplate(tokenizer, "m").render(messages, asked) == oracle
+
+
+def test_a_template_that_reads_both_gets_strings() -> None:
+    text = ChatTemplate(made.chat_tokenizer(), "m", EITHER).render([USER], TemplateOptions())
+    assert text.rstrip() == "user:hello"
+
+
+def test_control_tokens_in_parts_are_text() -> None:
+    """Only texts of the client are changed to find its control tokens, not the types of parts."""
+    tokenizer = made.chat_tokenizer()
+    template = ChatTemplate(tokenizer, "m", PARTS)
+    control = tokenizer.all_special_tokens[0]
+    messages = [ChatMessage(role="user", content=f"a {control} b text")]
+    text = template.render(messages, TemplateOptions())
+    found = template.own_segments(text, messages, TemplateOptions())
+    assert found is not None
+    assert not any(one.is_control for one in found[1])

@@ -1,0 +1,203 @@
+"""The text models of wrappers: their names in published checkpoints, with transformers' own mapping
+as the oracle, and their answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3VLMoeTextConfig
+from transformers.core_model_loading import revert_weight_conversion
+
+from swell.configs.schema import ModelConfig
+from swell.worker.loader import load_config, skipped_parts
+from swell.worker.models import NATIVE, architecture, backend_of
+from swell.worker.models.generic_build import auto_class, body_of, text_body
+from swell.worker.models.generic_weights import WeightsMapper
+from swell.worker.models.text_part import text_architecture, text_config, text_names
+from tests.worker import tiny_models
+from tests.worker.models.test_models import check, refusal
+from tests.zoo import configs, tiny_checkpoint
+
+WRAPPERS = [
+    "deepseek_vl",
+    "deepseek_vl_hybrid",
+    "got_ocr2",
+    "idefics2",
+    "idefics3",
+    "internvl",
+    "janus",
+    "lighton_ocr",
+    "llava",
+    "llava_next",
+    "llava_next_video",
+    "llava_onevision",
+    "mistral3",
+    "ovis2",
+    "pp_chart2table",
+    "qianfan_ocr",
+    "smolvlm",
+    "video_llama_3",
+    "video_llava",
+    "vipllava",
+]
+"""Wrappers of native text models."""
+NOT_BUILT = ["fast_vlm", "perception_lm"]
+"""More of them, whose towers need libraries that are not installed."""
+
+
+def test_every_wrapper_of_a_native_text_model_is_listed() -> None:
+    kinds = [kind for kind in configs.kinds() if configs.text_architecture_of(kind) in NATIVE]
+    wrapped = [kind for kind in kinds if configs.architecture(kind) not in NATIVE]
+    assert wrapped == sorted([*WRAPPERS, *NOT_BUILT])
+
+
+@pytest.mark.parametrize(
+    ("stored", "own"),
+    [
+        ("language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("model.text_model.norm.weight", "model.norm.weight"),
+        ("llm.model.embed_tokens.weight", "model.embed_tokens.weight"),
+        ("language_model.lm_head.weight", "lm_head.weight"),
+        ("llm.lm_head.weight", "lm_head.weight"),
+        ("vision_tower.vision_model.encoder.layers.0.mlp.fc1.weight", None),
+        ("model.vision_tower.patch_embed.weight", None),
+        ("multi_modal_projector.linear_1.weight", None),
+        ("image_newline", None),
+    ],
+)
+def test_names_without_the_wrapper(stored: str, own: str | None) -> None:
+    """`model.language_model.norm.weight` shows that the names are those of a wrapper."""
+    names = text_names([stored, "lm_head.bias", "model.language_model.norm.bias"])
+    assert names.pop("lm_head.bias") == "lm_head.bias"
+    assert names.pop("model.norm.bias") == "model.language_model.norm.bias"
+    assert names == ({own: stored} if own else {})
+
+
+def test_names_of_a_text_model_stay() -> None:
+    names = ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight", "lm_head.weight"]
+    assert text_names(names) == {name: name for name in names}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        (kind, layout)
+        for layout, kinds in {
+            # transformers 5.24 reverts names of this wrapper's towers in its text model, too
+            "published": [kind for kind in WRAPPERS if kind != "qianfan_ocr"],
+            "transformers 5": ["idefics3", "llava", "ovis2", "qianfan_ocr"],
+        }.items()
+        for kind in kinds
+    ],
+)
+def test_names_are_those_that_transformers_maps(kind: str, layout: str) -> None:
+    config = configs.shrunk(kind)
+    assert text_architecture(config) in NATIVE
+    with torch.device("meta"):
+        wrapper = auto_class(config).from_config(config, dtype=torch.float32)
+        alone = auto_class(text_config(config)).from_config(text_config(config))
+    state = dict(wrapper.state_dict())
+    stored = [*revert_weight_conversion(wrapper, state)] if layout == "published" else [*state]
+    base = text_body(body_of(wrapper))
+    path = next(path for path, module in wrapper.named_modules() if module is base)
+    expected = {}
+    for name, (source, *others) in WeightsMapper(wrapper)._sources(stored).items():
+        own = f"model.{name.removeprefix(f'{path}.')}" if name.startswith(f"{path}.") else name
+        if name.startswith((f"{path}.", "lm_head.")):
+            assert not others
+            expected[own] = source.name
+    assert text_names(stored) == expected
+    tied = alone.all_tied_weights_keys
+    assert expected.keys() - tied.keys() == dict(alone.named_parameters()).keys() - tied.keys()
+
+
+def make(folder: Path, kind: str, **changes: Any) -> Any:
+    """Saves a small model of the type `kind`; returns the model of transformers."""
+    config = configs.shrunk(kind)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    oracle = tiny_checkpoint.make(folder, config)
+    assert not isinstance(oracle, Exception), oracle
+    return oracle
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_native_text_model_equals_its_wrapper(tmp_path: Path, split: dict[str, int]) -> None:
+    oracle = make(tmp_path, "mistral3")
+    config = ModelConfig(path=str(tmp_path))
+    hf_config = load_config(config)
+    assert architecture(hf_config) == "MistralForCausalLM"
+    assert backend_of(config, hf_config) == "native"
+    assert skipped_parts(config) == ["vision"]
+    check(tmp_path, oracle, backend="native", **split)
+
+
+@pytest.mark.slow
+def test_a_stored_head_unties_a_config_that_ties_by_default(tmp_path: Path) -> None:
+    """The config of Mistral 3 ties by default, but checkpoints have a head of their own."""
+    oracle = make(tmp_path, "mistral3", tie_word_embeddings=False)
+    tiny_models.change_config(tmp_path, tie_word_embeddings=True)
+    check(tmp_path, oracle, backend="native")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", [{}, {"tensor": 2}, {"pipeline": 2}], ids=str)
+def test_a_text_model_without_a_class_equals_its_wrapper(
+    tmp_path: Path, split: dict[str, int]
+) -> None:
+    """transformers has no class for the text model of Qwen2-VL alone."""
+    oracle = make(tmp_path, "qwen2_vl")
+    assert skipped_parts(ModelConfig(path=str(tmp_path))) == ["vision"]
+    check(tmp_path, oracle, backend="transformers", **split)
+
+
+@pytest.mark.slow
+def test_a_native_backend_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    make(tmp_path, "qwen2_vl")
+    text = refusal(tmp_path, backend="native")
+    assert "'Qwen2VLForConditionalGeneration' has no native model" in text
+    assert "model.backend=transformers" in text
+
+
+@pytest.mark.slow
+def test_towers_take_no_memory(tmp_path: Path) -> None:
+    from swell.configs.schema import ParallelConfig
+    from swell.worker.comm.mesh import Mesh
+    from swell.worker.models import build_model
+
+    oracle = make(tmp_path, "qwen2_vl")
+    config = ModelConfig(path=str(tmp_path), backend="transformers", max_model_len=64)
+    mesh = Mesh.build(ParallelConfig(), 0, None, 0, torch.device("cpu"))
+    model: Any = build_model(config, load_config(config), mesh, "cpu", torch.float32)
+    sizes = sum(shard.target.numel() for shard in model.weight_shards())
+    text = [oracle.model.language_model, oracle.lm_head]
+    tensors = {id(p): p.numel() for part in text for p in part.parameters()}
+    assert sizes == sum(tensors.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swapped", [False, True])
+def test_experts_may_be_stored_with_two_dimensions_swapped(tmp_path: Path, swapped: bool) -> None:
+    """Qwen3-VL-MoE is published with experts [E, in, out]; transformers reads both orders."""
+    text = {**configs.shrunk("qwen3_vl_moe").text_config.to_dict(), "moe_intermediate_size": 40}
+    oracle = make(tmp_path, "qwen3_vl_moe", text_config=Qwen3VLMoeTextConfig(**text))
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    inner = text["moe_intermediate_size"]
+    for name, tensor in weights.items():
+        if name.endswith("experts.gate_up_proj"):
+            is_swapped = tensor.shape[-1] == 2 * inner
+        elif name.endswith("experts.down_proj"):
+            is_swapped = tensor.shape[-2] == inner
+        else:
+            continue
+        if is_swapped != swapped:
+            weights[name] = tensor.transpose(1, 2).contiguous()
+    save_file(weights, path, metadata={"format": "pt"})
+    check(tmp_path, oracle, backend="transformers")

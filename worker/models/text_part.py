@@ -1,0 +1,84 @@
+"""The text model within the checkpoint of a wrapper: a text model with towers for images or sound.
+
+The text model of a wrapper is often an architecture of its own that has a native model. Then the
+checkpoint is read as one of that architecture: with the config of the text model, and with the
+names that its weights have without the wrapper.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection
+from typing import Any
+
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+_PART = r"(?:language_model|text_model|llm)"
+_PREFIXES = (
+    (re.compile(rf"(?:model\.)?(?:{_PART}\.)?lm_head\."), "lm_head."),
+    (re.compile(rf"(?:model\.)?{_PART}\.(?:model\.)?"), "model."),
+)
+"""A prefix in a wrapper's checkpoint -> the prefix in that of the text model."""
+
+ALONE = {"fast_vlm", "gemma3n", "llama4", "perception_lm"}
+"""Wrappers whose text model transformers builds only alone: their towers need other libraries, or
+they do not separate the body of the text model from its head."""
+
+
+def wrapper_class(hf_config: Any) -> str | None:
+    """Returns the class of transformers that the config names if it wraps a text model; None for
+    any other config."""
+    wrapper: str | None = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(hf_config.model_type)
+    named = (getattr(hf_config, "architectures", None) or [wrapper])[0]
+    return wrapper if wrapper == named else None
+
+
+def towers(hf_config: Any) -> list[str]:
+    """Returns the names of a wrapper's parts besides its text model, as `vision_config` names the
+    part `vision`."""
+    if wrapper_class(hf_config) is None:
+        return []
+    text = hf_config.get_text_config()
+    parts = [name for name in hf_config.sub_configs if getattr(hf_config, name, None) is not None]
+    others = [name for name in parts if getattr(hf_config, name) is not text]
+    return sorted(name.removesuffix("_config") for name in others)
+
+
+def text_architecture(hf_config: Any) -> str | None:
+    """Returns the architecture of the text model in a wrapper; None if the config is not that of a
+    wrapper, or if transformers has no class for the text model alone."""
+    if wrapper_class(hf_config) is None:
+        return None
+    text = hf_config.get_text_config()
+    if text is hf_config:
+        return None
+    own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(text.model_type)
+    return own if own is None or isinstance(own, str) else own[0]
+
+
+def text_config(hf_config: Any) -> Any:
+    """Returns the config of the text model in a wrapper, as if it were published alone."""
+    text = copy.deepcopy(hf_config.get_text_config())
+    text.architectures = [text_architecture(hf_config)]
+    text.tie_word_embeddings = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
+    if text.dtype is None:
+        text.dtype = hf_config.dtype
+    return text
+
+
+def text_names(stored: Collection[str]) -> dict[str, str]:
+    """Returns name in a checkpoint of the text model alone -> stored name, for all names that
+    belong to the text model of a wrapper. Returns the names unchanged if they are not those of a
+    wrapper."""
+    found, is_wrapped = {}, False
+    for name in stored:
+        for pattern, prefix in _PREFIXES:
+            if match := pattern.match(name):
+                found[prefix + name[match.end() :]] = name
+                is_wrapped |= prefix == "model."
+                break
+    return found if is_wrapped else {name: name for name in stored}
