@@ -27,10 +27,10 @@ def make(folder: Path, config: Any, seed: int = 0) -> Any:
     write_tokenizer(folder)
     try:
         try:
-            model = _build(config, seed)
+            model = build(config, seed)
             model.save_pretrained(folder)
         except ImportError:
-            model = _build(text_config(config), seed)
+            model = build(text_config(config), seed)
             _save_wrapped(model, config, folder)
     except Exception as error:
         config.save_pretrained(folder)
@@ -38,7 +38,8 @@ def make(folder: Path, config: Any, seed: int = 0) -> Any:
     return model
 
 
-def _build(config: Any, seed: int) -> Any:
+def build(config: Any, seed: int) -> Any:
+    """Returns a random float32 model of transformers with eager attention."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = auto_class(config).from_config(

@@ -3,17 +3,18 @@ as the oracle, and their answers."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3VLMoeTextConfig
+from transformers import AutoConfig, Qwen3VLMoeTextConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from swell.configs.schema import ModelConfig
-from swell.worker.loader import load_config, skipped_parts
+from swell.worker.loader import load_config, resolve_dtype, skipped_parts
 from swell.worker.models import NATIVE, architecture, backend_of
 from swell.worker.models.generic_build import auto_class, body_of, text_body
 from swell.worker.models.generic_weights import WeightsMapper
@@ -201,3 +202,139 @@ def test_experts_may_be_stored_with_two_dimensions_swapped(tmp_path: Path, swapp
             weights[name] = tensor.transpose(1, 2).contiguous()
     save_file(weights, path, metadata={"format": "pt"})
     check(tmp_path, oracle, backend="transformers")
+
+
+TEXT = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "vocab_size": tiny_models.VOCAB,
+    "rms_norm_eps": 1e-06,
+    "initializer_range": 0.02,
+}
+SIGLIP = {
+    "hidden_size": 32,
+    "image_size": 28,
+    "intermediate_size": 64,
+    "model_type": "siglip_vision_model",
+    "num_attention_heads": 2,
+    "num_hidden_layers": 1,
+    "patch_size": 14,
+}
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    # the keys of a published config.json, with small sizes; and how its names of tensors begin:
+    # name of transformers 5 -> published name
+    "Gemma 3": (
+        {
+            "architectures": ["Gemma3ForConditionalGeneration"],
+            "eos_token_id": [1, 106],
+            "image_token_index": 262144,
+            "mm_tokens_per_image": 1,
+            "model_type": "gemma3",
+            "text_config": {
+                **TEXT,
+                "head_dim": 16,
+                "hidden_activation": "gelu_pytorch_tanh",
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "max_position_embeddings": 131072,
+                "model_type": "gemma3_text",
+                "query_pre_attn_scalar": 168,
+                "rope_local_base_freq": 10000,
+                "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+                "rope_theta": 1000000,
+                "sliding_window": 8,
+                "torch_dtype": "bfloat16",
+            },
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.54.0.dev0",
+            "vision_config": SIGLIP,
+        },
+        {
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+        },
+    ),
+    "Qwen2-VL, with the text model's keys at the top": (
+        {
+            **TEXT,
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "image_token_id": 151655,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "model_type": "qwen2_vl",
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "transformers_version": "4.41.2",
+            "use_sliding_window": False,
+            "vision_config": {
+                "depth": 1,
+                "embed_dim": 32,
+                "mlp_ratio": 4,
+                "num_heads": 2,
+                "hidden_size": 64,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+            "rope_scaling": {"rope_type": "mrope", "mrope_section": [2, 3, 3]},
+        },
+        {"model.language_model.": "model.", "model.visual.": "visual."},
+    ),
+    "LLaVA 1.5": (
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "image_token_index": 32000,
+            "model_type": "llava",
+            "pad_token_id": 1,
+            "text_config": {
+                **TEXT,
+                "architectures": ["LlamaForCausalLM"],
+                "max_position_embeddings": 4096,
+                "model_type": "llama",
+                "torch_dtype": "float16",
+            },
+            "tie_word_embeddings": False,
+            "torch_dtype": "float16",
+            "vision_config": {
+                **SIGLIP,
+                "model_type": "clip_vision_model",
+                "projection_dim": 64,
+            },
+            "vision_feature_layer": -1,
+        },
+        {
+            "model.language_model.": "language_model.model.",
+            "lm_head.": "language_model.lm_head.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_layouts_are_served(tmp_path: Path, name: str) -> None:
+    values, prefixes = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    hf_config = AutoConfig.from_pretrained(tmp_path)
+    oracle = tiny_checkpoint.build(hf_config, seed=0)
+    weights = {}
+    for own, tensor in oracle.state_dict().items():
+        prefix = next(one for one in [*prefixes, ""] if own.startswith(one))
+        weights[prefixes.get(prefix, "") + own.removeprefix(prefix)] = tensor.clone()
+    for tied in set(oracle.all_tied_weights_keys) & weights.keys():
+        del weights[tied]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = ModelConfig(path=str(tmp_path))
+    dtype = getattr(torch, str(values["torch_dtype"]))
+    assert resolve_dtype(config, load_config(config)) is dtype
+    assert skipped_parts(config) == ["vision"]
+    check(tmp_path, oracle)
