@@ -87,6 +87,7 @@ LIBRARIES: dict[str, list[str]] = {
         "cluster/text/tokens/tokenizer.py",
         "worker/loader.py",
         "worker/models/generic*.py",
+        "worker/models/text_part.py",
         "worker/sample/vocabulary.py",
     ],
     "llguidance": [

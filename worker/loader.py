@@ -40,7 +40,7 @@ from swell.worker.model_folder import model_folder
 from swell.worker.model_interfaces import HasMesh
 from swell.worker.models import NATIVE
 from swell.worker.models.text_part import (
-    ALONE,
+    SEPARATE,
     text_architecture,
     text_config,
     text_names,
@@ -103,10 +103,10 @@ def _read_config(path: str) -> Any:
 
 def _served_part(model_config: ModelConfig, hf_config: Any) -> Any:
     """Returns the config of a wrapper's text model if that is an architecture of its own which is
-    native, or which transformers builds only alone; otherwise the config."""
+    native, or which transformers builds only separately; otherwise the config."""
     own = text_architecture(hf_config)
     is_native = own in NATIVE and model_config.backend != "transformers"
-    if own is None or not (is_native or hf_config.model_type in ALONE):
+    if own is None or not (is_native or hf_config.model_type in SEPARATE):
         return hf_config
     return text_config(hf_config)
 

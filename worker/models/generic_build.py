@@ -70,8 +70,8 @@ def auto_class(config: Any) -> Any:
 
 
 def body_name(causal: Any) -> str:
-    """Returns the name of the model's part that computes hidden states; '' if it has no such
-    part."""
+    """Returns the name of the model's part that computes hidden states; '' if it is not
+    a part of its own."""
     from transformers import PreTrainedModel
 
     parts = [name for name, part in causal.named_children() if isinstance(part, PreTrainedModel)]
@@ -81,7 +81,8 @@ def body_name(causal: Any) -> str:
 
 
 def body_of(causal: Any) -> Any:
-    """Returns the model's part that computes hidden states; the model if it has no such part."""
+    """Returns the model's part that computes hidden states; the model if that is not a part of
+    its own."""
     return causal.get_submodule(body_name(causal))
 
 

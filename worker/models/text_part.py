@@ -24,9 +24,9 @@ _PREFIXES = (
 )
 """A prefix in a wrapper's checkpoint -> the prefix in that of the text model."""
 
-ALONE = {"fast_vlm", "gemma3n", "llama4", "perception_lm"}
-"""Wrappers whose text model transformers builds only alone: their towers need other libraries, or
-they do not separate the body of the text model from its head."""
+SEPARATE = {"fast_vlm", "gemma3n", "llama4", "perception_lm"}
+"""Wrappers whose text model transformers builds only separately: their towers need other libraries,
+or the body of their text model cannot be separated from its head."""
 
 
 def wrapper_class(hf_config: Any) -> str | None:
@@ -49,8 +49,8 @@ def towers(hf_config: Any) -> list[str]:
 
 
 def text_architecture(hf_config: Any) -> str | None:
-    """Returns the architecture of the text model in a wrapper; None if the config is not that of a
-    wrapper, or if transformers has no class for the text model alone."""
+    """Returns the architecture of the text model in a wrapper; None for a config without a wrapper,
+    and for a text model that transformers knows only within its wrapper."""
     if wrapper_class(hf_config) is None:
         return None
     text = hf_config.get_text_config()
@@ -61,17 +61,17 @@ def text_architecture(hf_config: Any) -> str | None:
 
 
 def text_config(hf_config: Any) -> Any:
-    """Returns the config of the text model in a wrapper, as if it were published alone."""
+    """Returns the config of the text model in a wrapper, as if it were published separately."""
     text = copy.deepcopy(hf_config.get_text_config())
-    text.architectures = [text_architecture(hf_config)]
-    text.tie_word_embeddings = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
-    if text.dtype is None:
-        text.dtype = hf_config.dtype
+    is_tied = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
+    dtype = text.dtype or hf_config.dtype
+    own = [text_architecture(hf_config)]
+    text.update({"architectures": own, "tie_word_embeddings": is_tied, "dtype": dtype})
     return text
 
 
 def text_names(stored: Collection[str]) -> dict[str, str]:
-    """Returns name in a checkpoint of the text model alone -> stored name, for all names that
+    """Returns name in a checkpoint of only the text model -> stored name, for all names that
     belong to the text model of a wrapper. Returns the names unchanged if they are not those of a
     wrapper."""
     found, is_wrapped = {}, False

@@ -51,7 +51,7 @@ def test_an_architecture_of_more_than_a_language_model(tmp_path: Path) -> None:
         tmp_path, model_type="mllama", architectures=["MllamaForConditionalGeneration"]
     )
     text = refusal(tmp_path, load_format="dummy")
-    assert "'MllamaForConditionalGeneration' is not the causal language model" in text
+    assert "'MllamaForConditionalGeneration' cannot be served: its layer 3" in text
     assert "contradict" not in text
 
 

@@ -101,7 +101,7 @@ def test_names_are_those_that_transformers_maps(kind: str, layout: str) -> None:
     assert text_architecture(config) in NATIVE
     with torch.device("meta"):
         wrapper = auto_class(config).from_config(config, dtype=torch.float32)
-        alone = auto_class(text_config(config)).from_config(text_config(config))
+        separate = auto_class(text_config(config)).from_config(text_config(config))
     state = dict(wrapper.state_dict())
     stored = [*revert_weight_conversion(wrapper, state)] if layout == "published" else [*state]
     base = text_body(body_of(wrapper))
@@ -113,8 +113,8 @@ def test_names_are_those_that_transformers_maps(kind: str, layout: str) -> None:
             assert not others
             expected[own] = source.name
     assert text_names(stored) == expected
-    tied = alone.all_tied_weights_keys
-    assert expected.keys() - tied.keys() == dict(alone.named_parameters()).keys() - tied.keys()
+    tied = separate.all_tied_weights_keys
+    assert expected.keys() - tied.keys() == dict(separate.named_parameters()).keys() - tied.keys()
 
 
 def make(folder: Path, kind: str, **changes: Any) -> Any:
@@ -152,7 +152,7 @@ def test_a_stored_head_unties_a_config_that_ties_by_default(tmp_path: Path) -> N
 def test_a_text_model_without_a_class_equals_its_wrapper(
     tmp_path: Path, split: dict[str, int]
 ) -> None:
-    """transformers has no class for the text model of Qwen2-VL alone."""
+    """The text model of Qwen2-VL is a class of transformers without a head."""
     oracle = make(tmp_path, "qwen2_vl")
     assert skipped_parts(ModelConfig(path=str(tmp_path))) == ["vision"]
     check(tmp_path, oracle, backend="transformers", **split)
@@ -167,7 +167,7 @@ def test_a_native_backend_is_refused_with_the_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_towers_take_no_memory(tmp_path: Path) -> None:
+def test_towers_need_no_memory(tmp_path: Path) -> None:
     from swell.configs.schema import ParallelConfig
     from swell.worker.comm.mesh import Mesh
     from swell.worker.models import build_model
