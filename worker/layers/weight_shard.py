@@ -39,8 +39,12 @@ class WeightShard:
         order = list(range(len(self.shape)))
         one, other = self.swaps
         order[one], order[other] = other, one
-        index, whole = (tuple(each[at] for at in order) for each in (self.index, self.shape))
-        return WeightShard(self.name, self.target.transpose(one, other), index, whole)
+        return WeightShard(
+            self.name,
+            self.target.transpose(one, other),
+            index=tuple(self.index[at] for at in order),
+            shape=tuple(self.shape[at] for at in order),
+        )
 
 
 def replicated_shard(name: str, parameter: torch.Tensor) -> WeightShard:
