@@ -141,10 +141,8 @@ class Worker:
         experts are loaded in a later `regroup`. Raises `ValueError` for a model or a parallel
         layout that is not supported."""
         self._prepare_thread()
-        parallel, exact = self.config.parallel, self.config.model.exact
-        self.mesh = Mesh.build(
-            parallel, self.rank, device=self.device, host=self._host, exact=exact
-        )
+        layout, exact = self.config.parallel, self.config.model.exact
+        self.mesh = Mesh.build(layout, self.rank, device=self.device, host=self._host, exact=exact)
         weight_bytes = self._build_model().nbytes
         return weight_bytes + self.draft_model.nbytes + self.adapters.nbytes
 
