@@ -32,7 +32,7 @@ from swell.configs.files.bounded_files import (
     read_file,
 )
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
-from swell.configs.runtime.log import first_line
+from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
@@ -86,11 +86,6 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
             f"model {path!r} is not a single text model: {first_line(error)}"
         ) from None
     return config
-
-
-def skipped_parts(model_config: ModelConfig) -> list[str]:
-    """Returns the names of the parts of the model that are not served: the towers of a wrapper."""
-    return towers(_read_config(model_config.path))
 
 
 def _read_config(path: str) -> Any:
@@ -197,10 +192,15 @@ class LoadedWeights(NamedTuple):
 def load_weights(
     model: Loadable, model_config: ModelConfig, progress: Progress | None = None
 ) -> LoadedWeights:
-    """Fills the parameters of `model` with this rank's part of the checkpoint.
+    """Fills the parameters of `model` with this rank's part of the checkpoint. The log names the
+    parts that are not served.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
+    is_first = isinstance(model, HasMesh) and model.mesh.rank == 0
+    if is_first and (skipped := towers(_read_config(model_config.path))):
+        log = StructuredLogger("worker")
+        log.info("only the text model is served", modalities=["text"], skipped=skipped)
     if not is_sharded(model_config):
         return LoadedWeights(load_weight_shards(model.weight_shards, model_config, progress), 0)
     assert isinstance(model, HasMesh), "only models that sample are saved sharded"

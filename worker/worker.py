@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from swell.configs.runtime.log import StructuredLogger, first_line
+from swell.configs.runtime.log import first_line
 from swell.configs.runtime.network import prepare_for_nccl
 from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config
@@ -39,7 +39,6 @@ from swell.worker.loader import (
     load_config,
     load_weights,
     resolve_dtype,
-    skipped_parts,
 )
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory.block_files import BlockFiles
@@ -202,9 +201,6 @@ class Worker:
         loaded = load_weights(model, model_config, self._on_loaded)
         self._mapped_bytes = loaded.mapped_bytes
         pack_weights(model, model_config.exact)
-        if self.rank == 0 and (skipped := skipped_parts(model_config)):
-            log = StructuredLogger("worker", rank=self.rank)
-            log.info("only the text model is served", modalities=["text"], skipped=skipped)
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
             self.pooler = load_pooler(
@@ -253,15 +249,9 @@ class Worker:
         caches += [each.view(self._dtype) for each in of_drafts]
         if self.config.model.routed_experts:
             max_tokens = self.config.scheduler.max_tokens_per_step
-            self._routes = RouteRecorder(
-                self._built_model,
-                self.mesh,
-                num_blocks,
-                cache.block_tokens,
-                max_tokens,
-                self.device,
-            )
-            if self.mesh is not None and self.mesh.is_last_stage:
+            sizes = num_blocks, cache.block_tokens, max_tokens
+            self._routes = RouteRecorder(self._built_model, self.mesh, *sizes, self.device)
+            if self.mesh.is_last_stage:
                 caches.append(self._routes.blocks.view(self._dtype))
         return caches
 
