@@ -51,12 +51,19 @@ class Hosts(Namespaces):
     manager, which removes everything when it closes."""
 
     def __init__(
-        self, count: int = 2, cpus: int = 8, head_cpus: int | None = None, redis: str | None = None
+        self,
+        count: int = 2,
+        cpus: int = 8,
+        head_cpus: int | None = None,
+        redis: str | None = None,
+        gpus: int = 0,
     ) -> None:
         """`cpus`: the CPUs of each node, as Ray counts them; `head_cpus`: those of host 0, if
-        different. `redis`: the server program that keeps the state of Ray's GCS."""
+        different. `gpus`: the GPUs that Ray counts on each node; they need not exist. `redis`: the
+        server program that keeps the state of Ray's GCS."""
         super().__init__(count)
         self._cpus = [cpus if head_cpus is None else head_cpus, *[cpus] * (count - 1)]
+        self._gpus = gpus
         self._redis_program = redis
         self._redis: subprocess.Popen[bytes] | None = None
         self._patient = False
@@ -123,6 +130,7 @@ class Hosts(Namespaces):
             *(str(Path(sys.executable).with_name("ray")), "start", *role),
             f"--node-ip-address={self.addresses[host]}",
             f"--num-cpus={self._cpus[host]}",
+            f"--num-gpus={self._gpus}",
             f"--temp-dir={self._folder / str(host)}",
             "--object-store-memory=100000000",
             "--disable-usage-stats",
