@@ -6,31 +6,23 @@ products (see `kernels/linear.py`), and every backend that packs weights has exa
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from swell.configs.pooling import PoolingSpec
-from swell.configs.schema import ModelConfig
 from swell.kernels.attention import MAX_HEAD_DIM
 from swell.kernels.linear import PackedTensor, pack
-from swell.worker.model_interfaces import Model
-from swell.worker.models import backend_of
+from swell.worker.layers.attention import Attention
 
 _OR_NOT = "or set model.exact=false"
 
 
 def refuse_inexact(
-    model: Model,
-    config: ModelConfig,
-    hf_config: Any,
-    pooling: PoolingSpec | None,
-    dtype: torch.dtype,
+    is_native: bool, layers: Sequence[Attention], dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises `ValueError` if the rounding of the model may depend on the batch. Models that pool
-    are native."""
-    device, layers = model.mesh.device, model.attention_layers()
-    if pooling is None and backend_of(config, hf_config) != "native":
+    """Raises `ValueError` if the rounding of a model may depend on the batch. `is_native`: whether
+    Swell computes its products; `layers`: its attention."""
+    if not is_native:
         raise ValueError(
             "model.exact=true: transformers computes this model, and the rounding of its products "
             f"depends on the batch; use a model that has a native implementation, {_OR_NOT}"

@@ -32,7 +32,6 @@ from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
-from swell.worker.exactness import refuse_inexact
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import (
     LoadedWeights,
@@ -142,8 +141,7 @@ class Worker:
         self._prepare_thread()
         layout, exact = self.config.parallel, self.config.model.exact
         self.mesh = Mesh.build(layout, self.rank, device=self.device, host=self._host, exact=exact)
-        weight_bytes = self._build_model().nbytes
-        return weight_bytes + self.draft_model.nbytes + self.adapters.nbytes
+        return self._build_model().nbytes + self.draft_model.nbytes + self.adapters.nbytes
 
     def measure(self) -> WorkerLimits:
         """Measures what fits into the memory that weights and groups leave. Every worker of the
@@ -196,8 +194,6 @@ class Worker:
         self.model = model = build_model(
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
-        if model_config.exact:
-            refuse_inexact(model, model_config, hf_config, pooling, self._dtype)
         loaded = load_weights(model, model_config, self._on_loaded)
         self._mapped_bytes = loaded.mapped_bytes
         pack_weights(model, model_config.exact)

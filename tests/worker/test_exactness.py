@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from swell.configs.schema import Config, load
 from swell.kernels.linear import panel
 from swell.worker.exactness import refuse_inexact
 from swell.worker.layers.attention import Attention
-from swell.worker.loader import load_config
 from swell.worker.worker import Worker
 from tests.worker import tiny_models
 
@@ -52,12 +50,7 @@ def test_a_worker_on_a_cpu_accepts_types_with_packed_weights(tmp_path, dtype):
     worker.shutdown()
 
 
-def test_heads_that_a_gpu_does_not_compute_are_refused(tmp_path):
-    model = config_of(tmp_path).model
-    on_gpu = SimpleNamespace(
-        mesh=SimpleNamespace(device=torch.device("cuda")),
-        attention_layers=lambda: [Attention(2, 1, size, 1.0) for size in (128, 288)],
-    )
-    hf_config = load_config(model)
+def test_heads_that_a_gpu_does_not_compute_are_refused():
+    layers = [Attention(2, 1, size, 1.0) for size in (128, 288)]
     with pytest.raises(ValueError, match="heads of 288, and a GPU computes heads of at most 256"):
-        refuse_inexact(on_gpu, model, hf_config, None, torch.float32)
+        refuse_inexact(True, layers, torch.float32, torch.device("cuda"))

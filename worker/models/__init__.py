@@ -14,6 +14,7 @@ import torch
 from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
+from swell.worker.exactness import refuse_inexact
 from swell.worker.model_interfaces import HasMoELayers, Model
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ def build_model(
     With `pooling`, builds a model that pools.
 
     `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a parallel
-    layout that is not supported, or if engines should share experts but the model lacks them.
+    layout that is not supported, if engines should share experts but the model lacks them, or if
+    the mesh is exact and the model cannot be computed exactly.
     """
     from swell.worker.loader import max_model_len
 
@@ -92,6 +94,9 @@ def build_model(
         hf_config = copy.copy(hf_config)
         hf_config.classifier_token_ids = pooling.token_ids
     model: Model = kind(hf_config, mesh, torch.device(device), dtype, length).eval()
+    if mesh.exact:
+        is_native = _where(model_config, hf_config, pooling) != GENERIC
+        refuse_inexact(is_native, model.attention_layers(), dtype, mesh.device)
     return model
 
 
