@@ -47,7 +47,9 @@ class PlacingExecutor(RayExecutor):
             self._start_workers(ranks, lambda text: None)
         except Placed:
             workers = [self._workers[rank] for rank in ranks]
-            return ray.get([each.actor.place.remote() for each in workers], timeout=WAIT_S)
+            places = [each.actor.place.remote() for each in workers]
+            found: list[dict[str, Any]] = ray.get(places, timeout=WAIT_S)
+            return found
         raise AssertionError("the workers were loaded")
 
 
@@ -127,7 +129,7 @@ def wait_for(condition: Any) -> None:
 
 def main(address: str) -> None:
     ray.init(address, log_to_driver=False)
-    ray_executor.WorkerActor = placed_worker()  # type: ignore[misc]
+    vars(ray_executor)["WorkerActor"] = placed_worker()
     engines = Engines()
     for line in sys.stdin:
         command, *numbers = line.split()
