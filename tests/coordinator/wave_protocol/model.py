@@ -18,6 +18,8 @@ from typing import Any
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wave_protocol.waves import WaveCoordinator, WaveMember
 from swell.coordinator.wire import Pause, ReconfigureDistributedRequest, Resume, StartDPWave
+from swell.kernels.inputs import Bucket
+from swell.worker.step.buckets import Buckets, EngineStep
 from tests.coordinator.wave_protocol.model_state import (
     Bounds,
     Budget,
@@ -249,6 +251,7 @@ class Model:
             raise Violation(f"engine {rank} reads a step of several waves")
         at, group = self._group(state, rank)
         position = group.ranks.index(rank)
+        captured = self._capture(state, group, position, steps)
         state = self._with_group(
             state, at, group._replace(reads=put(group.reads, position, group.reads[position] + 1))
         )
@@ -259,7 +262,8 @@ class Model:
         jobs = tuple(job for job in ended if job.unread)
         busy = any(step.rows or step.votes for step in steps)
         quiet = 0 if busy else engine.quiet + 1
-        state = self.with_engine(state, rank, engine._replace(jobs=jobs, quiet=quiet))
+        after_step = engine._replace(jobs=jobs, quiet=quiet, captured=captured)
+        state = self.with_engine(state, rank, after_step)
         works = any(job.works for job in jobs)
         sums = sum(step.works for step in steps), sum(step.votes for step in steps)
         after, _ = self.call_engine(state, rank, "on_all_reduce", *sums, works)
@@ -269,6 +273,26 @@ class Model:
         ):
             after = self.with_engine(after, rank, after.engines[rank]._replace(quiet=0))
         return after
+
+    def _capture(
+        self, state: State, group: Group, position: int, steps: list[Step]
+    ) -> frozenset[Bucket]:
+        """Returns what an engine has captured after a step. Operations of the group are captured,
+        too: so all engines must capture the same step, or replay it."""
+        own = state.engines[group.ranks[position]].captured
+        if not self.bounds.captures:
+            return own
+        read = group.reads[position]
+        for rank, other in zip(group.ranks, group.reads, strict=True):
+            if other == read and state.engines[rank].captured != own:
+                raise Violation(f"engine {rank} replays a step that another engine captures")
+        rows = [len(step.rows) for step in steps]
+        bucket = _BUCKETS.choose([EngineStep(n, n, n, min(n, 1), True) for n in rows])
+        return own if bucket is None else own | {bucket}
+
+    def captured_when_joining(self, _engine: Engine) -> frozenset[Bucket]:
+        """Returns the captures with which an engine joins a group: it drops all of them."""
+        return frozenset()
 
     def _check_end(
         self, before: Engine, after: Engine, steps: list[Step], works: bool, rank: int
@@ -287,4 +311,5 @@ class Model:
             raise Violation(f"engine {rank} stops with work")
 
 
+_BUCKETS = Buckets(max_rows=4, max_tokens=4)
 _HANDLERS: dict[type, str] = {StartDPWave: "start", Pause: "pause", Resume: "resume"}

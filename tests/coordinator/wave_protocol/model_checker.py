@@ -80,9 +80,10 @@ def explore(
     member: type[WaveMember] = WaveMember,
     coordinator: type[WaveCoordinator] = WaveCoordinator,
     limit: int = 3_000_000,
+    make_model: type[Model] = Model,
 ) -> Explored:
     """Visits every state; raises `Violation` with the moves that lead to a bad one."""
-    model = Model(bounds, member, coordinator)
+    model = make_model(bounds, member, coordinator)
     graph = _Graph(model.first())
     number = taken = 0
     while number < len(graph.states):
@@ -188,6 +189,11 @@ BOUNDS = {
     "alone, pause": Bounds(2, 1, pauses=1, reports=True, alones=1),
     "alone, newcomer": Bounds(1, 1, newcomers=1, reports=True, alones=2),
     "late reports": Bounds(2, 1, (K1,), reports=True, late_reports=2),
+    "captures": Bounds(2, 2, (K2, E1, K1), captures=True),
+    "captures, newcomer": Bounds(2, 1, (K1, K1), newcomers=1, captures=True),
+    "captures, detach": Bounds(2, 1, (K1, K1), detaches=1, captures=True),
+    "captures, repair": Bounds(2, 1, (K1, K1), losses=1, errors=1, captures=True),
+    "captures, restart": Bounds(2, 1, (K1, K1), restarts=1, reports=True, captures=True),
 }
 """The bounds that the tests explore: engines, steps in flight, requests and other possible
 events."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.kernels.inputs import Bucket
 
 Packed = tuple[Any, ...]
 """A message as a hashable tuple: its class and its fields."""
@@ -95,6 +96,8 @@ class Engine(NamedTuple):
     outbox: tuple[Packed, ...] = ()
     greeted: bool = True
     """Whether the engine has introduced itself to this coordinator."""
+    captured: frozenset[Bucket] = frozenset()
+    """The steps that the engine has captured in its group; see `Bounds.captures`."""
 
 
 class Budget(NamedTuple):
@@ -150,6 +153,8 @@ class Bounds:
     errors: int = 0
     drops: int = 0
     alones: int = 0
+    captures: bool = False
+    """Whether engines that share experts capture their steps, and replay them later."""
 
 
 Transition = tuple[str, bool, State]

@@ -161,7 +161,9 @@ def _arrived(engine: Engine, epoch: int) -> bool:
 
 def _join(model: Model, state: State, rank: int) -> State:
     state, _ = model.call_engine(state, rank, "joined")
-    engine = state.engines[rank]._replace(place=EngineState.INSIDE)
+    engine = state.engines[rank]
+    captured = model.captured_when_joining(engine)
+    engine = engine._replace(place=EngineState.INSIDE, captured=captured)
     state = model.with_engine(state, rank, engine)
     epoch, ranks = engine.fields.epoch, engine.fields.ranks
     if any(group.epoch == epoch for group in state.groups):

@@ -6,9 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swell.kernels.inputs import Bucket
+from tests.coordinator.wave_protocol.model import Model
 from tests.coordinator.wave_protocol.model_checker import BOUNDS, E1, K1, K2, Scenario, explore
 from tests.coordinator.wave_protocol.model_mutations import RULES, remove
-from tests.coordinator.wave_protocol.model_state import Bounds, Violation
+from tests.coordinator.wave_protocol.model_state import Bounds, Engine, Violation
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +25,18 @@ def test_no_rule_is_superfluous(name: str) -> None:
     rule = RULES[name]
     with pytest.raises(Violation):
         explore(BOUNDS[rule.bounds], limit=20_000, **remove(rule))
+
+
+class KeepsCaptures(Model):
+    def captured_when_joining(self, engine: Engine) -> frozenset[Bucket]:
+        return engine.captured
+
+
+@pytest.mark.parametrize("name", ["captures, newcomer", "captures, repair"])
+def test_captures_are_dropped_when_an_engine_joins_a_group(name: str) -> None:
+    """If an engine kept its captures, it would replay a step that another engine captures."""
+    with pytest.raises(Violation, match="replays a step that another engine captures"):
+        explore(BOUNDS[name], limit=200_000, make_model=KeepsCaptures)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -61,7 +75,8 @@ def test_any_walk_becomes_quiescent(
     accidents: dict[str, int],
     choices: list[int],
 ) -> None:
-    scenario = Scenario(Bounds(engines, depth, tuple(jobs), reports=True, **accidents))
+    bounds = Bounds(engines, depth, tuple(jobs), reports=True, captures=True, **accidents)
+    scenario = Scenario(bounds)
     for choice in choices:
         possible = scenario.moves()
         if not possible:
