@@ -26,7 +26,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker"), MROPE),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "cosmos3_edge"), MROPE),
     **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr"), MROPE),
     "qwen3_vl_moe": {"moe_intermediate_size": 48},  # else its experts are square
     "hy_v4_vl": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
@@ -84,6 +84,8 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
             "deepstack_visual_indexes": [0],
         }
     },
+    "t5gemma2": {"encoder": {"text_config": {"hidden_size": 64, "vocab_size": 320}}},
+    "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
     "inkling2": {"vision_config": {"text_hidden_size": 64}},
     "inkling2_loop": {"vision_config": {"text_hidden_size": 64}},

@@ -17,6 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from swell.configs.runtime.log import first_line
 from tests.zoo import check, configs
 from tests.zoo import tiny_checkpoint as specimen
 
@@ -116,6 +117,9 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
     except check.RefusedError as refused:
         if not _names_its_cause(str(refused)):
             return "failed", f"refused without saying what: {refused}"
+        if isinstance(oracle, Exception) and not isinstance(oracle, ImportError):
+            reason = first_line(oracle)
+            return "refused", f"transformers cannot build the default config either: {reason}"
         return "refused", str(refused).replace(str(folder), "FOLDER")
     if isinstance(oracle, Exception):
         return "failed", f"it is served, but transformers cannot build it: {oracle}"

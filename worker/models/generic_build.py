@@ -33,7 +33,7 @@ def on_meta(config: Any) -> tuple[Any, Any]:
             causal = auto_class(config).from_config(
                 copy.deepcopy(config),
                 dtype=torch.float32,
-                attn_implementation=generic_attention.NAME,
+                attn_implementation=_attention_of(config),
                 trust_remote_code=False,
             )
     except KeyError as error:
@@ -42,9 +42,11 @@ def on_meta(config: Any) -> tuple[Any, Any]:
             f"transformers' attention interface ({error})"
         ) from None
     except Exception as error:
+        reason = first_line(error)
+        if reason.startswith("Unrecognized configuration class"):
+            reason = "it has no class that computes the logits of a text"
         raise ValueError(
-            f"architecture {name!r} is not a causal LM that transformers can build: "
-            f"{first_line(error)}"
+            f"architecture {name!r} is not a causal LM that transformers can build: {reason}"
         ) from None
     name, body = type(causal).__name__, body_of(causal)
     base, why = text_body(body), None
@@ -59,6 +61,16 @@ def on_meta(config: Any) -> tuple[Any, Any]:
     if why:
         raise ValueError(f"architecture {name!r} cannot be served: {why}")
     return causal.eval(), base
+
+
+def _attention_of(config: Any) -> str | dict[str, str]:
+    """Returns our attention for the text model; towers, which are dropped, have their own."""
+    own = generic_attention.NAME
+    if wrapper_class(config) is None:
+        return own
+    text = config.get_text_config()
+    parts = {key: getattr(config, key, None) for key in config.sub_configs}
+    return {"": own, **{key: own if part is text else "eager" for key, part in parts.items()}}
 
 
 def auto_class(config: Any) -> Any:
