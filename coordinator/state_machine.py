@@ -310,6 +310,8 @@ class CoordinatorStateMachine:
             if incarnations is None
             or ((found := self.current_member(rank)) and found.incarnation in incarnations)
         }
+        if incarnations is not None and not gone:
+            return []
         for rank in gone:
             self._joining.pop(rank, None)
         self.cluster_state.change(lambda roster: rosters.remove(roster, gone), now)
@@ -385,13 +387,14 @@ class CoordinatorStateMachine:
         self.advance_epoch(hello.roster_epoch, now)
         rank = hello.member.rank
         sends = self.waves.introduced(rank, hello.epoch)
-        if self.member(rank, hello.member.incarnation) is not None:
+        if (found := self.member(rank, hello.member.incarnation)) is not None:
             self._engine_monitor.on_hellos([rank], now)
             if rank in self._introducing:
                 self._update_member(rank, now, store=hello.member.store)
-            if rank in self._introducing | self._unheard:
-                self._unheard.discard(rank)
+            is_repairing = found.state is MemberState.REPAIRING
+            if rank in self._introducing or (rank in self._unheard and not is_repairing):
                 sends += self.waves.change(self._with({rank} - self.detached))
+            self._unheard.discard(rank)
         return self._sync_roster(sends, now)
 
     def advance_epoch(self, epoch: int, now: float) -> None:

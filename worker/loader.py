@@ -71,8 +71,8 @@ HUB_FILES = ("*.json", "*.safetensors")
 
 def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     """Returns the model's `PretrainedConfig`, from a folder or from the hub. `pools`: the model
-    pools, so it need not be a causal language model. Of a wrapper whose text model is served as an
-    architecture of its own, returns the text model's. Raises `ValueError`."""
+    pools, so it need not be a causal language model. Returns the config of the text model for a
+    wrapper whose text model is served as an architecture of its own. Raises `ValueError`."""
     path = model_config.path
     config = _read_config(path)
     refuse_quantized(path, config)
@@ -108,7 +108,8 @@ def _served_part(model_config: ModelConfig, hf_config: Any) -> Any:
 
 def _check_architecture(hf_config: Any) -> None:
     """Raises `ValueError` if transformers knows the architecture and it is not the causal language
-    model of `model_type`: another type, or a model with a vision tower or another head."""
+    model of `model_type`, nor the class that wraps it: another type, or a model with another
+    head."""
     kind, named = hf_config.model_type, getattr(hf_config, "architectures", None) or []
     own = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     classes = [own] if isinstance(own, str) else list(own or ())

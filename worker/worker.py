@@ -110,9 +110,10 @@ class Worker:
         self._routes: RouteRecorder | None = None
         self._has_groups = False
         """Whether all groups are formed that steps use, and the experts of the plan are here."""
-        self._has_captured = False
-        """Whether steps were captured at the start. A later runner captures each when it occurs, so
-        that no request waits until all are captured."""
+        self._captures_at_start = config.parallel.world == 1
+        """Whether the next steps to be captured are all of those of the start. A later runner
+        captures each when it occurs, so that no request waits until all are captured; so does a
+        replacement, because its peers capture nothing by themselves."""
         self._progress_counter = 0
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
         """The arguments of `init_cache`."""
@@ -149,6 +150,7 @@ class Worker:
         one KV block fits."""
         assert self._shape is not None, "load comes first"
         self._prepare_thread()
+        self._captures_at_start = True
         config = self.config
         steps = LargestSteps.of(config, self._built_model, self._shape)
         sizes = config, self._built_model, self._dtype, self.draft_model
@@ -438,8 +440,8 @@ class Worker:
 
     def _capture_steps(self) -> None:
         """Captures steps once, as soon as the worker can compute them."""
-        if self.runner is not None and self._has_groups and not self._has_captured:
-            self._has_captured = True
+        if self.runner is not None and self._has_groups and self._captures_at_start:
+            self._captures_at_start = False
             if self.runner.mesh.data.size == 1:  # other engines may have captured them already
                 self.runner.capture_steps(self._count_progress)
 

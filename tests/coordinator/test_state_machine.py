@@ -478,6 +478,30 @@ def test_another_engine_of_the_rank_joins_instead_of_one_that_sends_no_hello(loc
     assert [each.incarnation for each in lockstep.roster.members] == [7, 8]
 
 
+def test_a_group_does_not_wait_for_a_newcomer_that_replaces_a_worker(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.join([member(1)], 0.0, unheard={member(1).incarnation})
+    report = EngineReport(1, 7, wave_phase=int(Phase.OUT), is_repairing=True)
+    assert lockstep.on_message(report, 1.0) == []
+    assert lockstep.introduced(EngineHello(member(1), 5, [0, 1]), 1.0) == []
+    assert lockstep.waves.target_ranks == (0,)
+    assert lockstep.on_message(Repaired(1, 7), 2.0) == [(0, Pause(1, 1))]
+
+
+def test_the_removal_of_an_earlier_engine_of_the_rank_changes_nothing(lockstep) -> None:
+    lockstep.join([member(0)], 0.0)
+    form(lockstep)
+    lockstep.join([member(1)], 0.0)
+    lockstep.on_message(Paused(0, 7, 1, 1), 0.0)
+    form(lockstep)
+    epoch = lockstep.waves.epoch
+    lockstep.detach([1], 1.0)
+    assert lockstep.waves.group_state is GroupState.PAUSING
+    assert lockstep.remove_failed([1], 1.0, incarnations={6}) == []
+    assert lockstep.waves.epoch == epoch and lockstep.waves.ranks == (0, 1)
+
+
 def test_an_engine_that_never_introduces_itself_does_not_join(lockstep) -> None:
     lockstep.join([member(0)], 0.0)
     form(lockstep)

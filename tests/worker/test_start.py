@@ -10,6 +10,7 @@ import torch
 from msgspec.structs import replace
 
 import swell.worker.worker
+from swell.configs.parallel import ParallelConfig
 from swell.configs.schema import CacheConfig, load
 from swell.worker.memory.gpu_memory import MemoryUse
 from swell.worker.model_interfaces import moe_layers
@@ -74,6 +75,20 @@ def test_a_replacement_captures_with_its_groups(
     assert not captures, "a step may contain operations of groups"
     worker.regroup(GroupPlan(7))
     assert captures == [worker.runner]
+
+
+def test_a_replacement_captures_nothing_that_its_peers_do_not_capture(
+    make: Callable[..., Worker],
+    captures: list[ModelRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A capture computes the operations of its groups, in which the peers take no part."""
+    monkeypatch.setattr(ParallelConfig, "world", 2)
+    worker = make("llama")
+    worker.load()
+    worker.init_cache(8, 64)
+    worker.regroup(GroupPlan(7))
+    assert not captures
 
 
 def test_experts_are_placed_when_the_cache_has_its_memory(

@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 HEAD = """# Models
 
 This page is for people who want to know whether a model is served: all causal language models
-of transformers {version}, and all models that wrap one with towers for images or sound, each with
+of transformers {version}, and all models that wrap one with towers for images, each with
 the reason if loading it is refused. It is written by
 
     python -m tests.zoo --splits --page docs/reference/models.md
@@ -29,9 +29,9 @@ either has equal results, or is refused with a reason. `make test` tests a fixed
 - **generic**: `model.backend=transformers`, with the paged cache of Swell; **stages** and
   **ranks**: the same with `parallel.pipeline=2` and `parallel.tensor=2`.
 - **why refused**: the reason, if the model is refused.
-- Of a wrapper (`...ForConditionalGeneration`), only the text model is loaded and served; the log
-  names the towers that are skipped. If the text model is an architecture with a native model
-  (Mistral 3, LLaVA, InternVL), that is used. Requests with images or sound are refused.
+- A wrapper (`...ForConditionalGeneration`) is served without its towers: only the text model is
+  loaded, and the log names the towers that are skipped. If the text model is an architecture with
+  a native model (Mistral 3, LLaVA, InternVL), that is used. Requests with images are refused.
 - The config is a small variant of the default of its class. If the default has no sliding window, a
   second model with one was run; a different result is in parentheses. Other values of its keys are
   checked by the same rules when a model is loaded.

@@ -38,6 +38,7 @@ from swell.worker.loader import (
 from swell.worker.loader import max_model_len as max_length
 from swell.worker.model_interfaces import HasKVCache, Model, SupportsLayerTaps
 from swell.worker.models import build_model, resolve_ties
+from swell.worker.models.text_part import text_names
 
 _KEY = re.compile(rf"(?<![.\w])model\.({'|'.join(DraftModelConfig.__struct_fields__)})\b")
 """Matches the configuration keys in errors about a model, so that they can be replaced by those of
@@ -172,17 +173,19 @@ class _Loading:
                 "were saved by `swell save-sharded`; serve the model's original folder, or add "
                 "these tensors to the head's"
             )
-        stored = checkpoint_names(self._served)
+        stored = text_names(checkpoint_names(self._served))
         config = resolve_ties(
             self._served, self._hf_config, resolve_dtype(self._served, self._hf_config)
         )
-        is_tied = bool(config.get_text_config().tie_word_embeddings)
+        is_tied = bool(getattr(config, "tie_word_embeddings", False))
         if stored and f"{_MODEL_HEAD}.weight" not in stored:
             is_tied = True
         embedding = _MODEL_EMBEDDING
         if stored and f"{embedding}.weight" not in stored:
             embedding = _MODEL_HEAD  # a tied tensor may be stored under either name
         names = {EMBEDDING: embedding, HEAD: embedding if is_tied else _MODEL_HEAD}
+        for kind, name in names.items():
+            names[kind] = stored.get(f"{name}.weight", name).removesuffix(".weight")
         shards = [shard for kind, fill in borrowed.items() for shard in fill(names[kind])]
         return load_weight_shards(lambda _stored: shards, self._served, self._on_loaded)
 

@@ -128,8 +128,11 @@ class MoE(FeedForward, Packable):
         self._recorded = target
 
     def count_load(self) -> None:
-        """Counts `load` from zero."""
-        self.load = torch.zeros(self.traits.count, dtype=torch.int64, device=self.mesh.device)
+        """Counts `load` from zero, in the same memory, because captured steps contain its
+        address."""
+        if self.load is None:
+            self.load = torch.zeros(self.traits.count, dtype=torch.int64, device=self.mesh.device)
+        self.load.zero_()
 
     def halve_load(self) -> None:
         """Halves `load`, so that older choices count less."""

@@ -44,7 +44,7 @@ class ModelShape:
     made for them."""
 
     def __init__(self, hf_config: Any, dtype: torch.dtype, pooling: PoolingSpec | None) -> None:
-        values = hf_config.to_dict()
+        values = hf_config.get_text_config().to_dict()  # towers are not served
         self._values = {key: value for key, value in values.items() if key not in _MAY_DIFFER}
         self._values["dtype"] = str(dtype)
         self._pooling = pooling and replace(pooling, **_OF_TEXTS)

@@ -308,6 +308,8 @@ def refuse_config(config: Any, max_positions: int) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
+    elif config.model_type == "paligemma":
+        why = "it reads its prompts in both directions"
     elif kinds:
         why = f"its layer_types include {sorted(kinds)[0]!r}"
     if why:

@@ -64,7 +64,7 @@ def text_config(hf_config: Any) -> Any:
     """Returns the config of the text model in a wrapper, as if it were published separately."""
     text = copy.deepcopy(hf_config.get_text_config())
     is_tied = getattr(hf_config, "tie_word_embeddings", text.tie_word_embeddings)
-    dtype = text.dtype or hf_config.dtype
+    dtype = hf_config.dtype or text.dtype
     own = [text_architecture(hf_config)]
     text.update({"architectures": own, "tie_word_embeddings": is_tied, "dtype": dtype})
     return text

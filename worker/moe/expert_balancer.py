@@ -40,6 +40,8 @@ class ExpertBalancer:
         on_progress: Callable[[], None],
     ) -> None:
         self._layers: list[MoE] = model.moe_layers() if config.balance_steps else []
+        for layer in self._layers:
+            layer.count_load()
         self._mesh, self._config, self._on_progress = mesh, config, on_progress
         self._formed: Any = None
         """The group whose steps are counted, and its generation."""
@@ -82,6 +84,8 @@ class ExpertBalancer:
         """Decides which layers need another placement, and returns the largest imbalance."""
         ranks, before, after = self._mesh.expert.size, [1.0], [1.0]
         held = holdings(self._layers, self._mesh)
+        if not any(have for of_layer in held for have in of_layer):
+            return 0.0  # a profile run: experts are placed afterwards
         for layer, have, load in zip(self._layers, held, self._exchange_loads(), strict=True):
             now = then = imbalance(_placement_of(layer, have, len(load)).rank_loads(load, ranks))
             if now > _UNEVEN:

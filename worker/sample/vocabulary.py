@@ -64,7 +64,10 @@ def end_token_ids(model_path: str, tokenizer: Tokenizer | None = None) -> list[i
     folder = model_folder(model_path, TOKENIZER_FILES)
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
+        config = _read_json(folder / name)
+        ids = config.get("eos_token_id")
+        if ids is None and isinstance(text := config.get("text_config"), dict):
+            ids = text.get("eos_token_id")  # of a model with towers
         if ids is not None:
             found = [ids] if isinstance(ids, int) else list(ids)
             break

@@ -383,11 +383,12 @@ class Fleet:
     async def _may_end(self, handles: list[EngineHandle]) -> bool:
         """Whether this manager may terminate engines. An engine that is being detached again
         terminates afterwards: otherwise its group would wait for it until it counts as silent."""
-        may_end = await self._placement.may_end()
-        if any(handle.in_transition for handle in handles):
+        while True:
+            may_end = await self._placement.may_end()
+            if not any(handle.in_transition for handle in handles):
+                return may_end
             async with self.group_change_lock:
-                pass  # `detach_again` is over
-        return may_end
+                pass  # `detach_again` is over; another manager may lead by now
 
     # ---------------------------------------------------------------- dying
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,10 @@ class ChatTemplate:
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default") or ""
         return str(template)
+
+    @cached_property
+    def _reads_only_parts(self) -> bool:
+        return _reads_parts(self._tokenizer, self.text)
 
     def render(self, messages: Sequence[ChatMessage], options: TemplateOptions) -> str:
         """Renders a conversation. Raises `BadRequest` with the template's error message."""
@@ -217,7 +221,8 @@ class ChatTemplate:
             ]
             tools, documents = changed(tools, change), changed(documents, change)
             variables = {**variables, **changed(_text_variables(variables), change)}
-        if self._reads_parts(options.template or self.text):
+        template = options.template
+        if self._reads_parts(template) if template else self._reads_only_parts:
             conversation = [{**one, "content": _parts(one["content"])} for one in conversation]
         return str(
             self._tokenizer.apply_chat_template(
@@ -271,7 +276,7 @@ def _reads_parts(tokenizer: Any, template: str) -> bool:
 
 def _parts(text: str) -> list[TemplateValues]:
     """Returns a content as a list of parts."""
-    return [{"type": "text", "text": text}] if text else []
+    return [{"type": "text", "text": text}]
 
 
 def _texts_of_message(message: Mapping[str, Any]) -> TemplateValues:

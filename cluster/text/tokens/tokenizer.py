@@ -52,13 +52,16 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"the tokenizer of model.path={path!r} cannot be loaded: {reason}; give a folder with "
             "tokenizer.json, or a hub id that can be reached"
         ) from None
+    if not tokenizer.chat_template:  # models with towers had it in a file of its own
+        tokenizer.chat_template = read_json(path, "chat_template.json").get("chat_template")
+    return tokenizer
 
 
 def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
@@ -73,7 +76,10 @@ def load_eos_token_ids(path: str, tokenizer: Any) -> list[int]:
 def load_model_eos_token_ids(path: str) -> list[int]:
     """Returns the ids in the model's own files. Raises ConfigError for an invalid id."""
     for name in ("generation_config.json", "config.json"):
-        value = read_json(path, name).get("eos_token_id")
+        config = read_json(path, name)
+        value = config.get("eos_token_id")
+        if value is None and isinstance(text := config.get("text_config"), dict):
+            value = text.get("eos_token_id")  # of a model with towers
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]

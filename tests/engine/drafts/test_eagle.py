@@ -196,6 +196,29 @@ def test_eagle_works_with_a_model_of_the_transformers_backend(
     proposals.assert_those_of(plain_head(head(name), NANO), 20)
 
 
+def test_a_head_borrows_the_embedding_of_the_text_model_in_a_wrapper(
+    head: Any, reference: dict[str, list[Any]], tmp_path: Path
+) -> None:
+    wrapper = str(shutil.copytree(NANO, tmp_path / "wrapper"))
+    text = json.loads(Path(NANO, "config.json").read_text())
+    parts = {"text_config": text, "vision_config": {"model_type": "clip_vision_model"}}
+    named = {"model_type": "llava", "architectures": ["LlavaForConditionalGeneration"]}
+    tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
+    Path(wrapper, "config.json").write_text(json.dumps({**named, **parts, **tied}))
+    weights = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in load_file(Path(NANO, "model.safetensors")).items()
+    }
+    save_file(weights, Path(wrapper, "model.safetensors"), metadata={"format": "pt"})
+    path = head("eagle")
+    changes = {"drafts__method": "eagle", "drafts__model": {"path": path}}
+    changes |= {"model__backend": "transformers", "cache__prefix_caching": False}
+    with engine(wrapper, **changes) as llm:
+        proposals = Proposals(llm)
+        assert answers(llm) == reference["greedy"]
+    proposals.assert_those_of(plain_head(path, NANO), 20)
+
+
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
 def test_eagle_works_with_a_model_with_experts(method: str, tmp_path: Path) -> None:
     path = make(tmp_path / "head", method, MOE)

@@ -193,12 +193,14 @@ def test_a_worker_accepts_a_profile_run_and_answers_the_same(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("balance_steps", [0, 1])
 def test_engines_that_share_experts_profile_without_experts(
-    tiny_moe: Any, monkeypatch: pytest.MonkeyPatch
+    tiny_moe: Any, monkeypatch: pytest.MonkeyPatch, balance_steps: int
 ) -> None:
     folder, truth = tiny_moe("mixtral")
     computed = profile_in_measure(monkeypatch)
     sizes = {"scheduler__max_tokens_per_step": STEP_TOKENS, "cache__memory_bytes": 1_000_000}
+    sizes["parallel__balance_steps"] = balance_steps
     with EngineGroup(folder, **sizes) as engine_group:
         engine_group.regroup(engine_group.add(), engine_group.add())
         assert moe_engines.answers(engine_group, [[0, 1], [2, 3]]) == truth[:4]

@@ -16,6 +16,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_config, resolve_dtype
+from swell.worker.memory.new_weights import ModelShape
 from swell.worker.models import NATIVE, architecture, backend_of
 from swell.worker.models.generic_build import auto_class, body_of, text_body
 from swell.worker.models.generic_weights import WeightsMapper
@@ -347,3 +348,34 @@ def test_published_layouts_are_served(tmp_path: Path, name: str) -> None:
     assert resolve_dtype(config, load_config(config)) is dtype
     assert towers(hf_config) == ["vision"]
     check(tmp_path, oracle)
+
+
+def test_the_type_of_a_wrapper_is_that_of_its_text_model(tmp_path: Path) -> None:
+    """transformers reads only the type at the top of config.json."""
+    values, _ = PUBLISHED["LLaVA 1.5"]
+    text = {**values["text_config"], "torch_dtype": "bfloat16"}
+    for top, expected in (("float16", torch.float16), (None, torch.bfloat16)):
+        changed = {**values, "text_config": text, "torch_dtype": top}
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        config = ModelConfig(path=str(tmp_path))
+        assert resolve_dtype(config, load_config(config)) is expected
+
+
+def test_new_weights_may_have_another_tower(tmp_path: Path) -> None:
+    values, _ = PUBLISHED["Gemma 3"]
+    config = ModelConfig(path=str(tmp_path))
+    shapes = []
+    for tower in (SIGLIP, {**SIGLIP, "torch_dtype": "bfloat16", "image_size": 56}):
+        (tmp_path / "config.json").write_text(json.dumps({**values, "vision_config": tower}))
+        shapes.append(ModelShape(load_config(config), torch.bfloat16, None))
+    shapes[0].refuse_other(shapes[1], "new")
+    text = {**values["text_config"], "sliding_window": 9}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "text_config": text}))
+    with pytest.raises(ValueError, match="sliding_window=9"):
+        shapes[0].refuse_other(ModelShape(load_config(config), torch.bfloat16, None), "new")
+
+
+def test_prompts_that_are_read_in_both_directions_are_refused(tmp_path: Path) -> None:
+    configs.shrunk("paligemma").save_pretrained(tmp_path)
+    tiny_models.change_config(tmp_path, architectures=["PaliGemmaForConditionalGeneration"])
+    assert "in both directions" in refusal(tmp_path, load_format="dummy")

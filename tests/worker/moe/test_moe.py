@@ -158,6 +158,18 @@ def test_choices_keep_their_type_next_to_small_types() -> None:
         assert torch.equal(out, alone)
 
 
+def test_choices_are_counted_in_the_same_memory() -> None:
+    """Captured steps contain its address."""
+    traits = ExpertTraits(4, 8, 2, True, False, ("gate", "up", "down"))
+    layer = MoE(8, traits, Mesh.build(ParallelConfig(), 0))
+    layer.count_load()
+    assert layer.load is not None
+    address = layer.load.data_ptr()
+    layer.load += 1
+    layer.count_load()
+    assert layer.load.data_ptr() == address and not layer.load.any()
+
+
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     tiny_models.make(tmp_path, "llama")
     config = ModelConfig(path=str(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def test_the_file_of_a_template_is_read_within_bounds(tmp_path: Path) -> None:
 
 
 PARTS = (
-    "{% for m in messages %}{{ m.role }}:{% for part in m.content %}"
+    "{% for m in messages %}{{ m.role }}:{% if m.content[0].type == 'image' %} {% endif %}"
+    "{% for part in m.content %}"
     "{% if part.type == 'image' %}<image>{% elif part.type == 'text' %}{{ part.text }}{% endif %}"
     "{% endfor %}\n{% endfor %}"
 )
@@ -156,10 +158,7 @@ def test_a_template_that_reads_only_parts_gets_parts() -> None:
     ]
     tokenizer = made.chat_tokenizer()
     oracle = tokenizer.apply_chat_template(
-        [
-            {"role": m.role, "content": [{"type": "text", "text": m.text}] if m.text else []}
-            for m in messages
-        ],
+        [{"role": m.role, "content": [{"type": "text", "text": m.text}]} for m in messages],
         chat_template=PARTS,
         tokenize=False,
     )
@@ -167,6 +166,16 @@ def test_a_template_that_reads_only_parts_gets_parts() -> None:
     assert ChatTemplate(tokenizer, "m", PARTS).render(messages, TemplateOptions()) == oracle
     asked = TemplateOptions(template=PARTS)
     assert ChatTemplate(tokenizer, "m").render(messages, asked) == oracle
+
+
+def test_a_template_may_be_in_the_file_of_a_processor(tmp_path: Path) -> None:
+    """Models that read images have it there, in older folders."""
+    shutil.copytree(NANO, folder := tmp_path / "model")
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    moved = ChatTemplate(load_tokenizer(str(folder)), "m")
+    assert moved.render([USER], TemplateOptions()) == nano().render([USER], TemplateOptions())
 
 
 def test_a_template_that_reads_both_gets_strings() -> None:

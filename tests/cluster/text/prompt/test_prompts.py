@@ -227,7 +227,10 @@ def test_a_tokenizer_is_cached_and_all_end_tokens_are_found(tmp_path: Path) -> N
     assert tokenizer.encode("the fox") == TOKENIZER.encode("the fox")
     own = [tokenizer.eos_token_id]
     assert load_eos_token_ids(str(folder), tokenizer) == own
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    nested = {"text_config": {"eos_token_id": 6}, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(nested))
+    assert load_eos_token_ids(str(folder), tokenizer) == sorted([6, *own])
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 7, **nested}))
     assert load_eos_token_ids(str(folder), tokenizer) == sorted([7, *own])
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2]}))
     assert load_eos_token_ids(str(folder), tokenizer) == sorted([1, 2, *own])
