@@ -189,7 +189,9 @@ class RoutedExpertsReader(HiddenStatesReader):
         self._reported_np[row.slot] = 0
 
     def reads(self, plan: SchedulerOutput) -> bool:
-        return self._active.any and bool(len(self._active.among(np.array(plan.slots))))
+        return self._active.any and bool(
+            len(self._active.among(np.array(plan.slots, dtype=np.int64)))
+        )
 
     def __call__(
         self, hidden: Tensor, batch: InputBatch, plan: SchedulerOutput
