@@ -111,9 +111,9 @@ class Worker:
         self._has_groups = False
         """Whether all groups are formed that steps use, and the experts of the plan are here."""
         self._captures_at_start = config.parallel.world == 1
-        """Whether the next steps to be captured are all of those of the start. A later runner
-        captures each when it occurs, so that no request waits until all are captured; so does a
-        replacement, because its peers capture nothing by themselves."""
+        """Whether steps will be captured as soon as the worker can compute them. Otherwise each is
+        captured when it occurs: a later runner does so, because no request should wait until all
+        are captured, and a replacement, because its peers capture nothing by themselves."""
         self._progress_counter = 0
         self._cache_size: tuple[int, int, tuple[int, int]] | None = None
         """The arguments of `init_cache`."""

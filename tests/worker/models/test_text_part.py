@@ -350,7 +350,7 @@ def test_published_layouts_are_served(tmp_path: Path, name: str) -> None:
     check(tmp_path, oracle)
 
 
-def test_the_type_of_a_wrapper_is_that_of_its_text_model(tmp_path: Path) -> None:
+def test_the_text_model_has_the_type_of_its_wrapper(tmp_path: Path) -> None:
     """transformers reads only the type at the top of config.json."""
     values, _ = PUBLISHED["LLaVA 1.5"]
     text = {**values["text_config"], "torch_dtype": "bfloat16"}
