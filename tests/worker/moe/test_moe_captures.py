@@ -30,7 +30,9 @@ from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, Engine, EngineGroup, answers
 from tests.worker.moe.test_expert_balance import skewed_model
 
-pytestmark = pytest.mark.slow
+# Not part of `make test`: beside other tests of a long process, gloo has crashed or waited in two of
+# twelve runs, and the cause is not known. `make test-slow` runs them.
+pytestmark = [pytest.mark.slow, pytest.mark.slow_variants]
 
 LARGEST = 24
 """The most tokens of a bucket in these tests."""
