@@ -30,8 +30,8 @@ from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, Engine, EngineGroup, answers
 from tests.worker.moe.test_expert_balance import skewed_model
 
-# Not part of `make test`: beside other tests of a long process, gloo has crashed or waited in two of
-# twelve runs, and the cause is not known. `make test-slow` runs them.
+# `make test-slow` runs this file, not `make test`: gloo crashed in one of twelve runs and waited in
+# another one, each time after other tests in a long process. The cause is unknown.
 pytestmark = [pytest.mark.slow, pytest.mark.slow_variants]
 
 LARGEST = 24
