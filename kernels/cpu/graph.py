@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels.cpu.arena import Lifetime, assign_offsets
 from swell.kernels.cpu.build import library
 from swell.kernels.graph import NotCapturableError, Traits
+from swell.kernels.host.dispatch_mode import DispatchMode
 
 TRAITS = Traits(has_fixed_sizes=False, accepts_torch=False, is_asynchronous=False)
 
@@ -159,7 +159,7 @@ _VIEWS = (
 )
 
 
-class _OnlyViews(TorchDispatchMode):
+class _OnlyViews(DispatchMode):
     """Allows only operations that need not be replayed, and remembers the tensors that were
     made."""
 

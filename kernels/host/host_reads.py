@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from swell.kernels.graph import NotCapturableError
+from swell.kernels.host.dispatch_mode import DispatchMode
 
 _READS = (
     *("_local_scalar_dense", "bincount", "equal", "is_nonzero", "masked_select", "nonzero"),
@@ -18,7 +18,7 @@ _READS = (
 _INDEXES = ("index", "index_put", "index_put_", "_index_put_impl_")
 
 
-class RefuseHostReads(TorchDispatchMode):
+class RefuseHostReads(DispatchMode):
     """Raises `NotCapturableError` for an operation after which the host knows something about the
     contents of a tensor: a number, or how many elements a mask selects."""
 

@@ -31,7 +31,8 @@ class FixedGraphs:
     TRAITS = Traits(has_fixed_sizes=True, accepts_torch=True, is_asynchronous=True)
 
     def __init__(self) -> None:
-        self.graphs: WeakSet[FixedGraph] = WeakSet()
+        self._graphs: defaultdict[int, WeakSet[FixedGraph]] = defaultdict(WeakSet)
+        """Thread -> its graphs. A set that another thread changes cannot be read."""
         self.captured: list[tuple[int, ...]] = []
         """The sizes of all captures."""
         self.replays: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -56,7 +57,7 @@ class FixedGraphs:
             raise NotCapturableError("this thread captures nothing")
         self.captured.append(sizes)
         made = FixedGraph(self, run, results, sizes, transports)
-        self.graphs.add(made)
+        self._graphs[made.thread].add(made)
         return results, made
 
     def note(self, group: ProcessGroup, operation: str) -> None:
@@ -74,8 +75,13 @@ class FixedGraphs:
             time.sleep(0.02)
         return False
 
+    @property
+    def graphs(self) -> list[FixedGraph]:
+        """The graphs of all threads, while no thread captures."""
+        return [graph for of_thread in self._graphs.values() for graph in of_thread]
+
     def of_thread(self) -> list[FixedGraph]:
-        return [graph for graph in tuple(self.graphs) if graph.thread == threading.get_ident()]
+        return list(self._graphs[threading.get_ident()])
 
 
 class FixedGraph:

@@ -84,7 +84,8 @@ class StubNccl:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.backends: list[StubBackend] = []
-        self.rooms: dict[int, Room] = defaultdict(Room)
+        self._lock = threading.Lock()
+        self._rooms: dict[int, Room] = {}
         self.numbers = itertools.count()
         self.running = threading.Event()
         """Devices compute only while this is set."""
@@ -94,6 +95,11 @@ class StubNccl:
         on this stream."""
         self.aborts_end = threading.Event()
         self.aborts_end.set()
+
+    def room(self, number: int) -> Room:
+        """Returns the room of that number, which is made for the first rank that asks."""
+        with self._lock:
+            return self._rooms.setdefault(number, Room())
 
     def named(self, name: str) -> list[Call]:
         return [call for call in self.calls if call.name == name]
@@ -111,7 +117,7 @@ class StubBackend:
         self.error = ErrorType.SUCCESS
         self.aborted = threading.Event()
         number = store.compare_set("stub", "", str(next(self.nccl.numbers)))
-        self._room = self.nccl.rooms[int(number)]
+        self._room = self.nccl.room(int(number))
         self._sequence: dict[Any, int] = defaultdict(int)
         self._stream: queue.SimpleQueue[tuple[Callable[[], None], StubWork]] = queue.SimpleQueue()
         self.nccl.backends.append(self)

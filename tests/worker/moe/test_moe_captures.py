@@ -30,9 +30,7 @@ from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, Engine, EngineGroup, answers
 from tests.worker.moe.test_expert_balance import skewed_model
 
-# `make test-slow` runs this file, not `make test`: gloo crashed in one of twelve runs and waited in
-# another one, each time after other tests in a long process. The cause is unknown.
-pytestmark = [pytest.mark.slow, pytest.mark.slow_variants]
+pytestmark = pytest.mark.slow
 
 LARGEST = 24
 """The most tokens of a bucket in these tests."""

@@ -183,9 +183,9 @@ def test_captures_are_dropped_before_their_groups_are_left(
         executor = llm._engine.core.executor
         before = llm.generate(PROMPTS[:2], PARAMS[:2])
         progress = executor.progress_counter
-        assert any(each.transports for each in tuple(fixed_graphs.graphs))
+        assert any(each.transports for each in fixed_graphs.graphs)
         executor.regroup(GroupPlan(0, keep_states=keep_states))
-        assert not any(each.transports for each in tuple(fixed_graphs.graphs))
+        assert not any(each.transports for each in fixed_graphs.graphs)
         assert executor.progress_counter >= progress
         if keep_states:
             after = llm.generate(PROMPTS[:2], PARAMS[:2])
