@@ -37,7 +37,7 @@ def _make_operators() -> None:
         for name in set(torch._C._dispatch_get_all_op_names()) - _made:
             namespace, _, operator = name.partition("::")
             operator, _, overload = operator.partition(".")
-            with contextlib.suppress(AttributeError):  # it has no Python object
+            with contextlib.suppress(AttributeError):  # torch makes objects for some operators only
                 packet: Any = getattr(getattr(torch.ops, namespace), operator)
                 getattr(packet, overload or "default")
             _made.add(name)
