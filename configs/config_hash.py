@@ -16,10 +16,10 @@ _NOT_OF_ENGINES: dict[str, tuple[str, ...]] = {
     "cluster": ("max_engines", "drain_timeout_s"),
 }
 """Keys that may change while engines keep running. No engine, worker or coordinator reads them,
-except `parallel.data`, by which an engine divides the cores of its machine when it starts. The
-whole sections `serve` and `autoscaling` may change, too. All other keys count, so that a new key is
-safe by default. `cluster.min_engines` counts, because workers reserve memory for the experts that
-it implies."""
+except `parallel.data`, by which an engine divides the cores of its machine when it starts, and
+`cluster.max_engines` (see `_not_of_engines`). The whole sections `serve` and `autoscaling` may
+change, too. All other keys count, so that a new key is safe by default. `cluster.min_engines`
+counts, because workers reserve memory for the experts that it implies."""
 
 
 _OF_VERSIONS: dict[str, tuple[str, ...]] = {
@@ -65,11 +65,17 @@ def config_hash(config: Config) -> str:
     user wrote it: `model.device=auto` may resolve differently after a node has joined."""
     data = msgspec.to_builtins(config)
     del data["serve"], data["autoscaling"]
-    for section, keys in _NOT_OF_ENGINES.items():
-        for key in keys:
-            del data[section][key]
+    for section, key in _not_of_engines(config):
+        del data[section][key]
     encoded = msgspec.json.encode(data, order="sorted")
     return hashlib.sha256(encoded).hexdigest()[:_DIGITS]
+
+
+def _not_of_engines(config: Config) -> set[tuple[str, str]]:
+    """Returns the sections and keys that may change while engines keep running. Workers of engines
+    that share experts reserve memory for the exchange between `cluster.max_engines` engines."""
+    keys = {(section, key) for section, keys in _NOT_OF_ENGINES.items() for key in keys}
+    return keys - {("cluster", "max_engines")} if config.parallel.expert else keys
 
 
 def versioned_keys() -> frozenset[str]:

@@ -163,6 +163,8 @@ def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
 class ClusterConfig(Section, frozen=True):
     min_engines: Processes = 1
     max_engines: Processes = 64
+    """The most engines that the cluster may have. If engines share experts (`parallel.expert`),
+    workers on GPUs reserve memory for the exchange of tokens between all of them."""
     stall_timeout_s: Seconds = 30.0
     """A process that has work and makes no progress for this long counts as stalled."""
     start_timeout_s: Seconds = 600.0

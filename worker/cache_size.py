@@ -43,7 +43,8 @@ def count_cache_blocks(
     """Returns how many KV blocks fit into the worker's memory. `free_bytes`: what the device has
     left, on a GPU in the largest step; `length`: tokens of the longest sequence; `mapped_bytes`:
     bytes of weights that are read from their file as they are used; `adapter_bytes`: bytes reserved
-    for adapters that are loaded later. Raises `ValueError` if not even one block fits."""
+    for adapters that are loaded later. Raises `ValueError` if not even one block fits, or the
+    exchange of experts does not fit."""
     cache, rows = config.cache, config.scheduler.max_rows
     useful = rows * -(-length // cache.block_tokens) if device.type == "cpu" else None
     if not kv_cache.keeps_kv(model.attention_layers()):
@@ -54,18 +55,28 @@ def count_cache_blocks(
     free = max(0, free - adapter_bytes)
     if config.parallel.expert:
         free = max(0, free - max_share_bytes(moe_layers(model), config))
-        if device.type == "cuda":
-            free = max(0, free - _exchange_bytes(config, model, dtype))
+        if device.type == "cuda" and cache.memory_bytes is None:
+            free -= _exchange_bytes(config, model, dtype, free)
     own_bytes = block_bytes(config, model, dtype, draft_model)
     fraction = cache.memory_fraction or _FRACTIONS[device.type]
     return kv_cache.count_blocks(cache, own_bytes, free, useful, fraction)
 
 
-def _exchange_bytes(config: Config, model: Model, dtype: torch.dtype) -> int:
-    """Returns the memory that steps need because `parallel.data` engines share experts: their
-    groups, and in each layer the tokens and the outputs of all engines. The profile run of an
-    engine that does not know the others yet contains neither."""
-    tokens = config.parallel.data * config.scheduler.max_tokens_per_step
+def _exchange_bytes(config: Config, model: Model, dtype: torch.dtype, free: int) -> int:
+    """Returns the memory that steps need because engines share experts: their groups, and in each
+    layer the tokens and the outputs of all engines, for the most engines that the cluster may have.
+    The profile run of an engine that does not know the others yet contains neither. Raises
+    `ValueError` if it is more than `free` bytes."""
     layers = moe_layers(model)
-    per_token = (layer.hidden + layer.traits.top_k * (1 + 2 * layer.hidden) for layer in layers)
-    return _GROUPS_BYTES * bool(layers) + tokens * max(per_token, default=0) * dtype.itemsize
+    if not layers:
+        return 0
+    engines, tokens = config.cluster.max_engines, config.scheduler.max_tokens_per_step
+    per_token = max(layer.hidden + layer.traits.top_k * (1 + 2 * layer.hidden) for layer in layers)
+    exchange_bytes = _GROUPS_BYTES + engines * tokens * per_token * dtype.itemsize
+    if exchange_bytes > free:
+        raise ValueError(
+            f"the exchange of tokens between cluster.max_engines={engines} engines, with "
+            f"scheduler.max_tokens_per_step={tokens} tokens of each, needs {exchange_bytes} bytes, "
+            f"but only {free} are free; lower cluster.max_engines or scheduler.max_tokens_per_step"
+        )
+    return exchange_bytes

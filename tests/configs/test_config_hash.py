@@ -50,6 +50,13 @@ def test_keys_that_an_engine_is_built_from_need_a_new_engine(key: str) -> None:
     assert config_hash(base(**{key: OTHER[key]})) != config_hash(base())
 
 
+def test_the_most_engines_that_share_experts_need_a_new_engine() -> None:
+    """Workers reserve memory for the exchange between all of them."""
+    sharing = {"parallel.expert": True}
+    more = {"cluster.max_engines": 9}
+    assert config_hash(base(**sharing)) != config_hash(base(**sharing, **more))
+
+
 def test_all_keys_count_except_named_ones() -> None:
     """Every key counts, also a new one, until it is excluded by name."""
     free = {"model.name", "model.special_tokens_in_text"}
@@ -82,6 +89,6 @@ def test_excluded_keys_are_read_by_no_engine_worker_or_coordinator() -> None:
     }
     shares = {
         ("engine/executor/host_shares.py", "data"),  # the number of cores for each worker
-        ("worker/cache_size.py", "data"),  # the memory that exchanges of experts need
+        ("worker/cache_size.py", "max_engines"),  # only of engines that share experts
     }
     assert found == shares
