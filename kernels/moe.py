@@ -5,8 +5,9 @@
     expert(x) = down(silu(gate(x)) * up(x))
 
 The sum has two steps, because the experts may be on different ranks: `expert_outputs` computes the
-terms of this rank's experts and leaves the others zero; after a sum over ranks, `combine_experts`
-adds the terms. Each term is computed by exactly one rank, so the sum over ranks does not round.
+terms of this rank's experts and leaves the others zero, and `combine_experts` adds terms. Each term
+is computed by exactly one rank. So if the ranks' terms are added before they are combined, that sum
+does not round; to combine first moves k times less between ranks.
 """
 
 from __future__ import annotations

@@ -88,6 +88,12 @@ class Mesh:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def adds_in_order(self) -> bool:
+        """Whether terms that several ranks compute are added in a fixed order, at the price of more
+        bytes between ranks."""
+        return self.exact or self.device.type == "cpu"
+
+    @property
     def tensor_rank(self) -> int:
         return self.tensor.rank
 

@@ -4,28 +4,41 @@ Attention is data parallel: each engine has its own tokens, the same on all its 
 expert of a layer is on one of the stage's workers in all engines (`mesh.expert`), in any placement
 (see `worker/moe/experts.py`); or copies of it are on several workers, each for the tokens of some
 engines. With T tokens in this engine, P the largest number of tokens in any engine, k choices per
-token and the engines of `mesh.data`:
+token and the engines of `mesh.data`, there are two forms. On a GPU without `model.exact`:
 
     route          x [T, hidden] -> weights, choices [T, k]      the same on every tensor rank
+    all-gather     [P, hidden | choices | weights] over `data`   [engines * P, ...]
+    local experts  the tokens of all engines together            [engines * P, k, hidden]
+    combine        this rank's terms of each token               [engines * P, hidden]
+    sum            reduce-scatter over `data`, all-reduce over `tensor`      [P, hidden]
+
+On CPU and with `model.exact` (`Mesh.adds_in_order`), where the sum moves k times as much:
+
     all-gather     [P, hidden | choices] over `data`             [engines * P, ...]
     local experts  each engine's tokens separately               [engines * P, k, hidden]
     sum            reduce-scatter over `data`, all-reduce over `tensor`      [P, k, hidden]
     combine        in the order of the k choices, in the token's engine      [T, hidden]
 
-An answer has the same bits for any number of engines and any placement: in each element of the sum
-only one term is not zero, and the choices are added in the token's engine, in a fixed order. On
-CPU, and with `model.exact` on CUDA, it also has the same bits in any batch, because weights are
-packed (see `kernels/linear.py`). If they are not packed, the rounding of a matrix product depends
-on its number of rows: so a product never mixes tokens of two engines.
+Here an answer has the same bits for any number of engines and any placement: in each element of the
+sum only one term is not zero, and the choices are added in the token's engine, in a fixed order. It
+also has the same bits in any batch, because weights are packed (see `kernels/linear.py`). If they
+are not packed (float16 on CPU), the rounding of a matrix product depends on its number of rows: so
+a product never mixes tokens of two engines.
+
+An all-to-all of only the tokens that leave is not used. With N engines, each rank sends (N - 1) * P
+rows in the all-gather and as many in the reduce-scatter. An all-to-all saves those of tokens that
+have no expert on the receiving engine, a share of (1 - 1 / N)^k. A captured step would save
+nothing: its sizes are fixed, and every token may have to go to any engine. In an eager step, the
+host would wait in each layer for the numbers of tokens. See docs/design/decisions.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.nn import functional
 
 from swell.kernels.linear import PackedTensor, Weight, pack, panel
 from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
@@ -99,9 +112,9 @@ class MoE(FeedForward, Packable):
         self.owners: Sequence[Sequence[int]] | None = None
         """[engines][experts] the rank of `mesh.expert` that computes an expert for the tokens of an
         engine; None: each expert has one copy."""
-        self._shares: list[ExpertTable] = []
-        """[engines] the subset of `local_experts` that this rank computes for the engine's tokens;
-        empty: all of them."""
+        self._owned: torch.Tensor | None = None
+        """[engines, experts] bool: the experts that this rank computes for the tokens of an engine;
+        None: all of `local_experts`."""
         self.load: torch.Tensor | None = None
         """[experts] int64: how often tokens of this engine have chosen each expert; None: not
         counted."""
@@ -120,7 +133,15 @@ class MoE(FeedForward, Packable):
             self.load.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
         if traits.round_weights:
             weights = weights.to(x.dtype)
-        return combine_experts(self._outputs(x, choices, is_padded=slots is not None), weights)
+        # All engines pad a step to the same number of tokens, or none does.
+        engines = self.mesh.data.size
+        tokens = [len(x)] * engines if slots is not None or engines == 1 else self.mesh.tokens
+        assert tokens[self.mesh.data.rank] == len(x), (
+            "dp_sync announced a different number of tokens"
+        )
+        if self.mesh.adds_in_order:
+            return combine_experts(self._outputs(x, choices, tokens), weights)
+        return self._sums(x, choices, weights, tokens)
 
     def record_choices(self, target: torch.Tensor) -> None:
         """Writes the choices of each step, [T, k], to the first rows of `target` [max_tokens, k]
@@ -141,18 +162,15 @@ class MoE(FeedForward, Packable):
 
     def share(self, owners: Sequence[Sequence[int]] | None) -> None:
         """Sets `owners`. This rank must hold the experts that it owns."""
-        here, device = self.mesh.expert.rank, self.mesh.device
-        held, count = self.local_experts.items(), self.traits.count
-        self.owners = owners
-        self._shares = [
-            ExpertTable(count, device, {e: weights for e, weights in held if of_engine[e] == here})
-            for of_engine in owners or ()
-        ]
+        here = self.mesh.expert.rank
+        self.owners, self._owned = owners, None
+        if owners is not None:
+            owned = [[owner == here for owner in of_engine] for of_engine in owners]
+            self._owned = torch.tensor(owned, device=self.mesh.device)
 
     def refresh_addresses(self) -> None:
         """Reads the addresses of the experts again, after their memory has moved."""
-        for table in (self.local_experts, *self._shares):
-            table.refresh()
+        self.local_experts.refresh()
 
     def make_expert(self) -> PlainExpert:
         """Returns uninitialized weights of one expert."""
@@ -201,44 +219,64 @@ class MoE(FeedForward, Packable):
             shape = tuple(target.shape)
             yield WeightShard(f"{name}.experts.{expert}.{part}.weight", target, (ALL, ALL), shape)
 
-    def _outputs(self, x: torch.Tensor, choices: torch.Tensor, *, is_padded: bool) -> torch.Tensor:
-        """[T, hidden], [T, k] -> [T, k, hidden]: the output of each chosen expert for each
-        token."""
-        if self.mesh.data.size == 1:
-            outputs = x.new_zeros(*choices.shape, self.hidden)
-            self._compute(0, x, choices, outputs)
-        else:
-            tokens = [len(x)] * self.mesh.data.size if is_padded else self.mesh.tokens
-            outputs = self._outputs_of_engines(x, choices, tokens)[: len(x)]
-        return self.mesh.tensor.all_reduce(outputs)
+    def _sums(
+        self, x: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, tokens: Sequence[int]
+    ) -> torch.Tensor:
+        """[T, hidden], [T, k], [T, k] -> [T, hidden]: the sum of each token's experts. Each rank
+        adds those that it holds and rounds, then the ranks add. `tokens`: the number of each
+        engine's tokens."""
+        mesh, count = self.mesh, len(x)
+        if mesh.data.size > 1:
+            x, choices, weights = self._gather(max(tokens), x, choices, weights)
+        outputs = x.new_zeros(*choices.shape, self.hidden)
+        expert_outputs(x, self._to_compute(choices, len(tokens)), self.local_experts, outputs)
+        sums = combine_experts(outputs, weights)
+        if mesh.data.size > 1:
+            sums = mesh.data.reduce_scatter(sums)[:count]
+        return mesh.tensor.all_reduce(sums)
 
-    def _outputs_of_engines(
+    def _outputs(
         self, x: torch.Tensor, choices: torch.Tensor, tokens: Sequence[int]
     ) -> torch.Tensor:
-        """[T, hidden], [T, k] -> [P, k, hidden]; `tokens`: the number of each engine's tokens. All
-        engines pad a step to the same number, or none does."""
-        top_k = self.traits.top_k
-        assert tokens[self.mesh.data.rank] == len(x), (
-            "dp_sync announced a different number of tokens"
-        )
-        padded = max(tokens)
+        """[T, hidden], [T, k] -> [T, k, hidden]: the output of each chosen expert for each token.
+        `tokens`: the number of each engine's tokens."""
+        mesh, count, padded = self.mesh, len(x), max(tokens)
+        if mesh.data.size > 1:
+            x, choices = self._gather(padded, x, choices)
+        choices = self._to_compute(choices, len(tokens))
+        outputs = x.new_zeros(*choices.shape, self.hidden)
+        for engine, of_engine in enumerate(tokens):
+            rows = slice(engine * padded, engine * padded + of_engine)
+            expert_outputs(x[rows], choices[rows], self.local_experts, outputs[rows])
+        if mesh.data.size > 1:
+            outputs = mesh.data.reduce_scatter(outputs)[:count]
+        return mesh.tensor.all_reduce(outputs)
+
+    def _gather(
+        self, padded: int, x: torch.Tensor, choices: torch.Tensor, *weights: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Returns the tensors of all engines, [engines * padded, ...]. Padding chooses no
+        expert."""
         # Choices are sent as the bits of activations: bfloat16 represents integers exactly only up
         # to 256.
-        integer = _INTEGERS[x.element_size()]
-        packed = x.new_zeros(padded, self.hidden + top_k)
-        packed[: len(x), : self.hidden] = x
-        packed[: len(x), self.hidden :] = choices.to(integer).view(x.dtype)
-        gathered = self.mesh.data.all_gather(packed, 0).unflatten(0, (len(tokens), padded))
-        outputs = x.new_zeros(len(tokens), padded, top_k, self.hidden)
-        for engine, (part, count) in enumerate(zip(gathered, tokens, strict=True)):
-            theirs = part[:count, self.hidden :].contiguous().view(integer).long()
-            self._compute(engine, part[:count, : self.hidden], theirs, outputs[engine, :count])
-        return self.mesh.data.reduce_scatter(outputs.flatten(0, 1))
+        parts = [x, choices.to(_INTEGERS[x.element_size()]), *weights]
+        if padded > len(x):
+            rows = (0, 0, 0, padded - len(x))
+            parts = [functional.pad(t, rows, value=-1 if t is parts[1] else 0) for t in parts]
+        sent = [part.view(x.dtype) for part in parts]
+        gathered = self.mesh.data.all_gather(torch.cat(sent, dim=1), 0)
+        x, *others = gathered.split([part.shape[1] for part in sent], dim=1)
+        of_parts = zip(others, parts[1:], strict=True)
+        choices, *more = (other.contiguous().view(part.dtype) for other, part in of_parts)
+        return [x, choices.long(), *more]
 
-    def _compute(self, engine: int, x: torch.Tensor, choices: torch.Tensor, out: Any) -> None:
-        """Computes this rank's experts for an engine's tokens into out [T, k, hidden]."""
-        experts = self._shares[engine] if self._shares else self.local_experts
-        expert_outputs(x, choices, experts, out)
+    def _to_compute(self, choices: torch.Tensor, engines: int) -> torch.Tensor:
+        """choices [engines * P, k] -> the same; -1: another rank computes it."""
+        if self._owned is None:
+            return choices
+        of_engines = choices.view(engines, -1)
+        is_own = self._owned.gather(1, of_engines.clamp(min=0))
+        return of_engines.masked_fill(~is_own, -1).view_as(choices)
 
 
 _INTEGERS = {2: torch.int16, 4: torch.int32}
