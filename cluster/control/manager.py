@@ -272,7 +272,8 @@ class ClusterManager:
             **self._elasticity.describe(),
         }
         try:
-            self._view = await asyncio.wait_for(self._coordinator.view(), _ANSWER_TIMEOUT_S)
+            view = self._coordinator.view_and_contact()
+            self._view = await asyncio.wait_for(view, _ANSWER_TIMEOUT_S)
         except Exception as error:  # the coordinator has stopped, or is being restarted
             silence = f"it does not answer ({type(error).__name__}); the call is retried"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)

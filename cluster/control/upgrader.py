@@ -73,17 +73,18 @@ class Upgrader:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
     async def adopt(self, target: int, drains: Sequence[DrainRecord]) -> list[EngineHandle]:
-        """Like `Fleet.adopt`. An engine that was starting as an extra one under an earlier manager
-        is marked as extra again."""
+        """Like `Fleet.adopt`. Returns the engines that still have to load or join. One that was
+        starting as an extra engine under an earlier manager is marked as extra again."""
         versions, wanted = self.record.versions, self.wanted
         related = {each.name for each in versions if each.weights_lineage == wanted.weights_lineage}
-        newcomers = await self._fleet.adopt(versions, drains, related - {wanted.name})
+        adopted = await self._fleet.adopt(versions, drains, related - {wanted.name})
+        self.set_needed(adopted.needed)
         is_settled = self.record.stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
         extras = self._needed if is_settled else {self.record.wanted, *self._needed}
-        found = [handle for handle in newcomers if handle.version_name in extras]
+        found = [handle for handle in adopted.newcomers if handle.version_name in extras]
         if found and self._fleet.view().num_present > target:
             found[-1].is_extra = True
-        return newcomers
+        return adopted.newcomers
 
     async def begin(
         self,

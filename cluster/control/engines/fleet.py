@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, 
 from swell.cluster.control.engines.concurrent_tasks import TaskSet, in_batches
 from swell.cluster.control.engines.drain import Departure, Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed, WeightsRefused
-from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.engines.placement import Adopted, Placement
 from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import FleetView, Intent, Place
 from swell.cluster.control.plan.versions import Version
@@ -94,14 +94,14 @@ class Fleet:
         versions: Sequence[Version],
         drains: Sequence[DrainRecord],
         outdated: Collection[str],
-    ) -> list[EngineHandle]:
-        """Take over the engines of these versions that an earlier manager left, and its drains.
-        Returns the engines that still have to load or join; they are in `starting`, for `grow`. A
-        leaving engine of an `outdated` version without a drain record stays: it was reloading."""
-        serving, newcomers = await self._placement.adopt(versions)
+    ) -> Adopted:
+        """Take over the engines of these versions that an earlier manager left, and its drains. The
+        engines that still have to load or join are in `starting`, for `grow`. A leaving engine of
+        an `outdated` version without a drain record stays: it was reloading."""
+        adopted = await self._placement.adopt(versions)
         records = {record.name: record for record in drains}
         by_name = {version.name: version for version in versions}
-        for handle in serving:
+        for handle in adopted.serving:
             self._add_engine(handle)
             self._watch(handle)
             record = records.get(handle.name)
@@ -112,8 +112,8 @@ class Fleet:
                 self.keep(handle.rank)
             elif handle.leaving:
                 self.leave(handle.rank, self._config.drain_timeout_s)
-        self.starting.update({handle.rank: handle for handle in newcomers})
-        return newcomers
+        self.starting.update({handle.rank: handle for handle in adopted.newcomers})
+        return adopted
 
     def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
         """Add new engines to `starting`, for `grow`. `versions`: by rank."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.actor_names import EngineName
@@ -53,6 +54,16 @@ _START_BITS = 32
 """Number of random bits in a name, which make each start unique."""
 
 
+class Adopted(NamedTuple):
+    """Engines that an earlier manager left."""
+
+    serving: list[EngineHandle]
+    newcomers: list[EngineHandle]
+    """Engines that load, or have not joined yet."""
+    needed: list[str]
+    """The versions that unfinished responses needed when all engines had answered."""
+
+
 class Placement:
     """Places the engines of one cluster, detached and named, so that a new manager finds them."""
 
@@ -99,14 +110,10 @@ class Placement:
         """Returns nodes that Ray takes away: id -> seconds until then. Raises `GcsUnavailable`."""
         return await self._ray.draining_nodes()
 
-    async def adopt(
-        self, versions: Sequence[Version]
-    ) -> tuple[list[EngineHandle], list[EngineHandle]]:
-        """Returns engines of these versions that an earlier manager left: those that serve, and
-        those that load or have not joined yet. Terminates everything else with a name of this
+    async def adopt(self, versions: Sequence[Version]) -> Adopted:
+        """Returns the engines of these versions. Terminates everything else with a name of this
         cluster."""
         self._known.clear()
-        roster = (await self._coordinator.view()).roster
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
         tags = {self._tag(version) for version in versions}
@@ -121,12 +128,14 @@ class Placement:
             for name in found
         }
         by_name = {version.name: version for version in versions}
-        alive = await asyncio.gather(*(self._probe(handle, by_name) for handle in handles.values()))
-        answers = {
-            name: handle.ready.incarnation if handle.ready else None
-            for (name, handle), is_alive in zip(handles.items(), alive, strict=True)
-            if is_alive
-        }
+        first = await self._probe_all(handles, by_name)
+        now = await self._coordinator.membership()
+        roster = now.view.roster
+        unheard = [each.rank for each in roster.members if each.incarnation not in first.values()]
+        # An engine may have joined a restarted coordinator while the others were probed.
+        again = {name: handles[name] for name in first if name.rank in unheard}
+        answers = {name: first[name] for name in first if name not in again}
+        answers |= await self._probe_all(again, by_name)
         kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
         await self.orphans.collect()
@@ -142,7 +151,18 @@ class Placement:
         if gone := [member for member in roster.members if member.rank not in kept_ranks]:
             incarnations = [member.incarnation for member in gone]
             await self._coordinator.remove_failed([member.rank for member in gone], incarnations)
-        return serving, newcomers
+        return Adopted(serving, newcomers, now.versions)
+
+    async def _probe_all(
+        self, handles: Mapping[EngineName, EngineHandle], versions: Mapping[str, Version]
+    ) -> dict[EngineName, int | None]:
+        """Returns the incarnations of the engines that answer; None: it is loading."""
+        alive = await asyncio.gather(*(self._probe(each, versions) for each in handles.values()))
+        return {
+            name: handle.ready.incarnation if handle.ready else None
+            for (name, handle), is_alive in zip(handles.items(), alive, strict=True)
+            if is_alive
+        }
 
     async def _probe(self, handle: EngineHandle, versions: Mapping[str, Version]) -> bool:
         """Whether the engine is alive and runs one of these versions, by name. Sets `ready` if it

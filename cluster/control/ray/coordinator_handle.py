@@ -58,6 +58,8 @@ class CoordinatorHandle:
         self._ray = ray
         self._actor: Actor | None = None
         self._probe_lock = asyncio.Lock()
+        self._contact_lock = asyncio.Lock()
+        """Held during a call of `contact`, so that no earlier answer replaces a later one."""
         self._patience_s = config.cluster.stall_timeout_s
         """How long the next successor may take to start and to answer."""
         self._starts_until = 0.0
@@ -91,6 +93,12 @@ class CoordinatorHandle:
 
     async def view(self) -> ClusterView:
         view: ClusterView = await self._call(self._send("view"))
+        return view
+
+    async def view_and_contact(self) -> ClusterView:
+        """Returns the view, and sets `contact` to the coordinator that runs now: at once, also while
+        it is recovering."""
+        view, _ = await asyncio.gather(self.view(), self._refresh_contact())
         return view
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
@@ -184,11 +192,12 @@ class CoordinatorHandle:
         self._send("save_manager_state", state)
 
     async def _refresh_contact(self) -> None:
-        contact = await self._call(self._send("contact"))
-        if self.contact is not None and contact.pid != self.contact.pid:
-            self._restarts += 1
-            self._log.warning("coordinator restarted", pid=contact.pid, restarts=self._restarts)
-        self.contact = contact
+        async with self._contact_lock:
+            contact = await self._call(self._send("contact"))
+            if self.contact is not None and contact.pid != self.contact.pid:
+                self._restarts += 1
+                self._log.warning("coordinator restarted", pid=contact.pid, restarts=self._restarts)
+            self.contact = contact
 
     def _send(self, method: str, *args: Any) -> Awaitable[Any]:
         return self._ray.call(self._actor, method, *args)

@@ -19,6 +19,7 @@ from swell.cluster.control.engines.engine_handle import (
     StartFailed,
     WeightsRefused,
 )
+from swell.cluster.control.engines.placement import Adopted
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.fleet_view import Intent
@@ -122,6 +123,9 @@ class FakeCoordinator:
         return ClusterView(
             self.roster, ClusterReports(engines=list(reports.values()), state=self.state)
         )
+
+    async def view_and_contact(self) -> ClusterView:
+        return await self.view()
 
     async def wait(self, epoch: int, timeout_s: float) -> Membership:
         try:
@@ -307,9 +311,7 @@ class FakePlacement:
     def tag(self, version: Version) -> str:
         return names.engine_tag(version.weights_lineage, self.keys)
 
-    async def adopt(
-        self, versions: Sequence[Version]
-    ) -> tuple[list[EngineHandle], list[EngineHandle]]:
+    async def adopt(self, versions: Sequence[Version]) -> Adopted:
         listed = self.coordinator.roster
         tags = {self.tag(version) for version in versions}
         by_name = {version.name: version for version in versions}
@@ -332,7 +334,7 @@ class FakePlacement:
         gone = set(listed.ranks) - {handle.rank for handle in serving}
         if gone:
             await self.coordinator.remove_failed(sorted(gone))
-        return serving, newcomers
+        return Adopted(serving, newcomers, list(self.coordinator.needed))
 
     def _end_orphans(self) -> None:
         for name in sorted({*self.processes, *self.groups} - self._known):

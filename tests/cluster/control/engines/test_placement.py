@@ -23,6 +23,7 @@ from swell.cluster.control.ray.actor_errors import (
 )
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.roster import Member, Roster
+from swell.coordinator.service import Membership
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
@@ -72,6 +73,9 @@ class FakeCoordinator:
 
     async def view(self) -> ClusterView:
         return ClusterView(self.roster)
+
+    async def membership(self) -> Membership:
+        return Membership(await self.view())
 
     async def remove_failed(self, ranks: list[int], _incarnations: list[int] | None = None) -> None:
         self.lost += ranks
@@ -125,7 +129,7 @@ def test_serving_loading_and_waiting_engines_are_adopted_and_others_killed(table
     table.reserved += [name(6, "h"), "swell-app-engine-7", "of somebody else"]
     table.actors["coordinator-configuration"] = table.actors["coordinator-another"] = DEAD
     coordinator = FakeCoordinator(member(0, 5), member(1, 3), member(3, 7))
-    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    adopted, newcomers, _ = asyncio.run(made(coordinator, table).adopt([VERSION]))
     assert [handle.name for handle in adopted] == [serving]
     assert [handle.name for handle in newcomers] == [waiting, loading]
     assert coordinator.lost == [1, 3], "who died, or is another one now"
@@ -151,9 +155,32 @@ def test_an_unresponsive_engine_in_the_roster_is_asked_again(
 
     monkeypatch.setattr(table, "_answer", slow_answer)
     coordinator = FakeCoordinator(*([member(0, 5)] if is_listed else []))
-    adopted, newcomers = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    adopted, newcomers, _ = asyncio.run(made(coordinator, table).adopt([VERSION]))
     assert [handle.name for handle in adopted] == ([serving] if is_listed else [])
     assert newcomers == []
+
+
+def test_an_engine_that_joins_while_others_are_asked_is_serving(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restarted coordinator treats each engine that reports to it as a member."""
+    loading, silent = table.engine(0, "a", LOADING), table.engine(1, "b", ready_answer(1, 6))
+    coordinator, answer, asked = FakeCoordinator(member(1, 6)), table._answer, 0
+
+    async def slow_answer(actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        nonlocal asked
+        asked += actor == silent
+        if actor == silent and asked <= 2:
+            raise TimeoutError
+        if actor == silent:
+            table.actors[loading] = ready_answer(0, 5)
+            coordinator.roster = Roster(2, (member(0, 5), member(1, 6)))
+        return await answer(actor, method, args)
+
+    monkeypatch.setattr(table, "_answer", slow_answer)
+    adopted, newcomers, _ = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    assert [handle.name for handle in adopted] == [loading, silent]
+    assert newcomers == [] and coordinator.lost == []
 
 
 def test_an_engine_that_never_answers_is_abandoned(
@@ -163,6 +190,7 @@ def test_an_engine_that_never_answers_is_abandoned(
     table.engine(0, "a", TimeoutError())
     coordinator = FakeCoordinator(member(0, 5))
     assert asyncio.run(made(coordinator, table).adopt([VERSION])) == (
+        [],
         [],
         [],
     ) and coordinator.lost == [0]
