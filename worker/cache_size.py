@@ -7,10 +7,10 @@ import torch
 
 from swell.configs.schema import Config
 from swell.worker.drafting.draft_model import NoDraftModel
+from swell.worker.memory import kv_cache
 from swell.worker.model_interfaces import Model, moe_layers
 from swell.worker.moe.experts import max_share_bytes
 from swell.worker.moe.routed_experts import RouteLayout
-from swell.worker.step import kv_cache
 
 _FRACTIONS = {"cpu": 0.8, "cuda": 1.0}
 """The default of `cache.memory_fraction`: other processes use the memory of a host, too, but on a

@@ -40,6 +40,7 @@ from swell.worker.loader import (
     resolve_dtype,
 )
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
+from swell.worker.memory import kv_cache
 from swell.worker.memory.block_files import BlockFiles
 from swell.worker.memory.gpu_memory import GpuMemory
 from swell.worker.memory.new_weights import ModelShape, with_weights_of
@@ -53,7 +54,6 @@ from swell.worker.moe.experts import rebalance
 from swell.worker.moe.routed_experts import RouteRecorder
 from swell.worker.pooling.pooler import Pooler, load_pooler, read_model_pooling
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
-from swell.worker.step import kv_cache
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from swell.configs.runtime.cgroups import ROOT, cpu_quota, memory_limit
 from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.promised_memory import promised_bytes
 
 LOOP_FAILED_EXIT_CODE = 70
 """Exit status of a process in which a loop failed (`EX_SOFTWARE`)."""
@@ -47,12 +48,14 @@ def available_cores(root: Path = ROOT) -> int:
 
 def available_memory_bytes(root: Path = ROOT) -> int:
     """Returns the memory that can be allocated without swapping (MemAvailable), limited by what
-    this process's control groups leave. Raises RuntimeError if the kernel does not report it."""
+    this process's control groups leave, without what other workers will still write. Raises
+    RuntimeError if the kernel does not report it."""
     for line in (root / "proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
             limit = memory_limit(root)
-            return free if limit is None else min(free, limit.available_bytes)
+            left = free if limit is None else min(free, limit.available_bytes)
+            return max(0, left - promised_bytes(root))
     raise RuntimeError("/proc/meminfo has no MemAvailable; set cache.memory_bytes")
 
 

@@ -12,10 +12,10 @@ from msgspec.structs import replace
 import swell.worker.worker
 from swell.configs.parallel import ParallelConfig
 from swell.configs.schema import CacheConfig, load
+from swell.worker.memory import kv_cache
 from swell.worker.memory.gpu_memory import MemoryUse
 from swell.worker.model_interfaces import moe_layers
 from swell.worker.runner import ModelRunner
-from swell.worker.step import kv_cache
 from swell.worker.wire import GroupPlan
 from swell.worker.worker import Worker
 from tests.worker import tiny_models

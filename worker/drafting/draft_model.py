@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from swell.worker.drafting.draft_runner import NoDraftRunner
+from swell.worker.memory import kv_cache
 from swell.worker.model_interfaces import HasKVCache
-from swell.worker.step import kv_cache
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.request_states import RequestStates
 

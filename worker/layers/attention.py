@@ -14,7 +14,7 @@ class Attention(nn.Module):
     `kernels/qkv.py` or `write_and_attend` has written them. Each step calls the module once, so
     that its hooks count progress.
 
-    `worker/step/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that
+    `worker/memory/kv_cache.py` binds the caches; they are neither parameters nor buffers, so that
     moving or saving the model does not affect them."""
 
     # [blocks, kv_heads, block_tokens, head_dim]

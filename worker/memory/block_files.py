@@ -29,7 +29,7 @@ from torch import Tensor
 from swell.configs.files.private_files import create_file, enter_folder, open_file
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import CacheConfig
-from swell.worker.step.kv_cache import block_rows
+from swell.worker.memory.kv_cache import block_rows
 from swell.worker.wire import CLAIMED, HANDOVER_FOLDER, BlockFile
 
 MAX_AGE_S = 120.0

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from swell.configs.schema import CacheConfig
 from swell.kernels.host.device_copy import to_device
-from swell.worker.step.kv_cache import block_rows
+from swell.worker.memory import host_memory
+from swell.worker.memory.kv_cache import block_rows
 from swell.worker.wire import DEVICE, BlockCopy
 
 _Tier = list[Tensor]
@@ -48,7 +49,7 @@ class OffloadStore:
         self._tiers: list[_Tier] = [[*caches], [], []]
         self._on_cuda = bool(caches) and caches[0].is_cuda
         if in_memory and caches:
-            pages = partial(torch.empty, dtype=caches[0].dtype, pin_memory=self._on_cuda)
+            pages = partial(_host_memory, dtype=caches[0].dtype, pinned=self._on_cuda)
             self._tiers[1] = _allocate(caches, in_memory, pages)
         if on_disk and caches:
             file = partial(_map_file, dtype=caches[0].dtype, folder=folder)
@@ -168,6 +169,13 @@ def _allocate(caches: Sequence[Tensor], blocks: int, allocate: Callable[[int], T
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = allocate(sum(sizes)).split(sizes)
     return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def _host_memory(size: int, dtype: torch.dtype, pinned: bool) -> Tensor:
+    """Returns a tensor [size]. A device copies from pinned memory, which is allocated at once."""
+    if pinned:
+        return torch.empty(size, dtype=dtype, pin_memory=True)
+    return host_memory.zeros([(size,)], dtype, torch.device("cpu"))[0]
 
 
 def _map_file(size: int, dtype: torch.dtype, folder: str | None) -> Tensor:

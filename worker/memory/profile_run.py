@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from swell.configs.drafts import BY_WORKERS
 from swell.configs.schema import Config
 from swell.worker.loader import max_model_len
+from swell.worker.memory import kv_cache
 from swell.worker.memory.new_weights import ModelShape
 from swell.worker.model_interfaces import Model
 from swell.worker.pooling.pooler import max_text_tokens
 from swell.worker.runner import ModelRunner
 from swell.worker.sampler_wire import PoolingParams, SamplerParams
-from swell.worker.step import kv_cache
 from swell.worker.wire import NewRequest, SchedulerOutput
 
 PROFILE_BLOCKS = 1

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from swell.kernels.host.device_copy import to_device
 from swell.worker.comm.mesh import Group, Mesh
+from swell.worker.memory import host_memory
 from swell.worker.model_interfaces import MixtureOfExperts, Model, moe_layers
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Extra, RoutedExperts
@@ -109,9 +110,8 @@ class RouteRecorder:
             layer.record_choices(choices[:, index])
         kept_blocks = num_blocks if mesh.is_last_stage else 0
         # [num_blocks, block_tokens * token_bytes] uint8
-        self.blocks = torch.zeros(
-            kept_blocks, layout.block_bytes(block_tokens), dtype=torch.uint8, device=device
-        )
+        shape = kept_blocks, layout.block_bytes(block_tokens)
+        (self.blocks,) = host_memory.zeros([shape], torch.uint8, device)
         # [num_blocks * block_tokens, token_bytes], a view of the same memory
         self.tokens = self.blocks.view(kept_blocks * block_tokens, layout.token_bytes)
 

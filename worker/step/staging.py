@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from swell.kernels.host.device_copy import to_device
+from swell.worker.memory import host_memory
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class StagedTable:
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         # [rows, width]
-        self.tensor = torch.zeros(rows, width, dtype=dtype, device=device)
+        (self.tensor,) = host_memory.zeros([(rows, width)], dtype, device)
         self._host_type = np.dtype(str(dtype).removeprefix("torch."))
         # [rows * width], a view of the tensor's memory; None: the tensor is not in host memory
         self._flat_np = self.tensor.numpy().reshape(-1) if device.type == "cpu" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from swell.configs.runtime.cgroups import CpuQuota, MemoryLimit, cpu_quota, memory_limit
 from swell.configs.runtime.process import available_cores, available_memory_bytes
+from swell.configs.runtime.promised_memory import promised_bytes
 
 GIB = 2**30
 V1_NO_LIMIT = "9223372036854771712"
@@ -69,6 +71,29 @@ def test_a_machine_without_cgroups_has_the_limits_of_the_kernel(machine: Machine
     assert memory_limit(machine.root) is None and cpu_quota(machine.root) is None
     assert available_memory_bytes(machine.root) == 32 * GIB
     assert available_cores(machine.root) == len(os.sched_getaffinity(0))
+
+
+def test_memory_that_workers_will_write_is_not_available(machine: Machine) -> None:
+    """Two processes have announced four and three pages, and have written two and one of them. One
+    more process cannot be read, and its announcement counts whole."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    present, swapped, neither = 1 << 63 | 77, 1 << 62, 1 << 55
+
+    def announce(process: str, first: int, pages: int, page_map: list[int]) -> None:
+        folder = machine.root / "proc" / process
+        (folder / "fd").mkdir(parents=True)
+        (folder / "fd/0").symlink_to("/dev/null")
+        limits = f"{first * page:x}-{(first + pages) * page:x}"
+        (folder / "fd/5").symlink_to(f"/memfd:swell-memory:{limits} (deleted)")
+        if page_map:
+            (folder / "pagemap").write_bytes(struct.pack(f"<{len(page_map)}Q", *page_map))
+
+    announce("7", 2, 4, [present, present, swapped, neither, present, 0, present, present])
+    announce("12", 1, 3, [0, present, 0, 0])
+    announce("31", 0, 5, [])
+    (machine.root / "proc/99").mkdir()
+    assert promised_bytes(machine.root) == (2 + 2 + 5) * page
+    assert available_memory_bytes(machine.root) == 32 * GIB - 9 * page
 
 
 def test_limits_of_a_cgroup_v2_container(machine: Machine) -> None:
@@ -182,7 +207,7 @@ def test_damaged_files_cause_no_limit_and_no_error(
 PROBE = """
 import torch
 from swell.configs.runtime.process import available_cores
-from swell.worker.step.kv_cache import free_bytes
+from swell.worker.memory.kv_cache import free_bytes
 print(free_bytes(torch.device("cpu"), 1), available_cores())
 """
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from swell.worker.comm.mesh import GroupError
 from swell.worker.layers.moe import unpack_expert
+from swell.worker.memory import kv_cache
 from swell.worker.moe import experts
 from swell.worker.moe.experts import place_experts
-from swell.worker.step import kv_cache
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models
 from tests.worker.moe.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers

@@ -235,7 +235,7 @@ def test_mapped_weights_reduce_the_memory_for_the_cache(
 ) -> None:
     """Mapped weights leave less memory for the cache, although the system counts pages of files as
     available."""
-    from swell.worker.step import kv_cache
+    from swell.worker.memory import kv_cache
 
     monkeypatch.setattr(kv_cache, "free_bytes", lambda *_: 50_000_000)
 

@@ -17,9 +17,9 @@ from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.attention import Attention
+from swell.worker.memory import kv_cache
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.sampler_wire import SamplerParams
-from swell.worker.step import kv_cache
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.intermediate import IntermediateTensors

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import torch
 
@@ -10,6 +11,7 @@ from swell.configs.runtime.process import available_memory_bytes
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
 from swell.worker.layers.attention import Attention
+from swell.worker.memory import host_memory
 
 
 def keeps_kv(layers: Sequence[Attention]) -> bool:
@@ -84,20 +86,17 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Binds a zeroed cache of `num_blocks` blocks to every layer.
+    """Binds a zeroed cache of `num_blocks` blocks to every layer. On CPU it takes memory when it is
+    written.
 
-    On CPU the system allocates a page when it is first written. Layers that do not keep K and V are
-    equal, and share one cache in turn.
+    Layers that do not keep K and V are equal, and share one cache in turn.
     """
-    caches: tuple[torch.Tensor, torch.Tensor] | None = None
+    own = layers if keeps_kv(layers) else layers[:1]
+    shapes = [(num_blocks, layer.kv_heads, block_tokens, layer.head_dim) for layer in own]
+    both = [shape for shape in shapes for _ in ("keys", "values")]
+    caches = cycle(host_memory.zeros(both, dtype, device))
     for layer in layers:
-        if caches is None or keeps_kv(layers):
-            shape = (num_blocks, layer.kv_heads, block_tokens, layer.head_dim)
-            caches = (
-                torch.zeros(shape, dtype=dtype, device=device),
-                torch.zeros(shape, dtype=dtype, device=device),
-            )
-        layer.bind_cache(*caches)
+        layer.bind_cache(next(caches), next(caches))
 
 
 def block_rows(cache: torch.Tensor) -> torch.Tensor:
