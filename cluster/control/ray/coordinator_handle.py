@@ -96,8 +96,8 @@ class CoordinatorHandle:
         return view
 
     async def view_and_contact(self) -> ClusterView:
-        """Returns the view, and sets `contact` to the coordinator that runs now: at once, also while
-        it is recovering."""
+        """Returns the view, and sets `contact` to the coordinator that runs now: at once, also
+        while it is recovering."""
         view, _ = await asyncio.gather(self.view(), self._refresh_contact())
         return view
 
