@@ -35,9 +35,7 @@ def test_the_status_names_the_coordinator_that_has_answered() -> None:
     assert [pid for pid in pids if pid[0] != pid[1]] == []
 
 
-def test_the_next_manager_drains_an_engine_that_joined_while_others_were_silent() -> (
-    None
-):
+def test_the_next_manager_drains_an_engine_that_joined_while_others_were_silent() -> None:
     """The manager starts while one engine is stopped and another one loads. The other engine joins
     the restarted coordinator before the manager has all answers. It serves a request, and its
     version is no longer the target."""
