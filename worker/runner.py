@@ -7,8 +7,9 @@ results are returned as an `AsyncModelRunnerOutput`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from msgspec.structs import replace as replace_fields
@@ -193,15 +194,18 @@ class ModelRunner:
         return self._model_step.progress + self._draft_runner.progress
 
     @property
-    def captures(self) -> list[tuple[Bucket, HeadOutput]]:
-        """The steps without adapters that may be captured, where each of their sizes is captured by
-        itself; the largest first."""
-        buckets = sorted((*self._buckets.decode, *self._buckets.mixed), reverse=True)
-        return [(bucket, head) for bucket in buckets for head in HeadOutput]
+    def captures(self) -> list[list[Callable[[], None]]]:
+        """For the model without adapters, and for the draft model: functions that capture the steps
+        that may be captured, where each of their sizes is captured by itself; the largest first."""
+        buckets = self._buckets.largest_first()
+        return [self._captures_of(buckets), self._draft_runner.captures]
+
+    def _captures_of(self, buckets: Iterable[Bucket]) -> list[Callable[[], None]]:
+        heads = self._model_step.captured_heads
+        return [partial(self._capture, bucket, head) for bucket in buckets for head in heads]
 
     @torch.inference_mode()
-    def capture(self, bucket: Bucket, head: HeadOutput) -> None:
-        """Captures the steps of a bucket."""
+    def _capture(self, bucket: Bucket, head: HeadOutput) -> None:
         batch = self.batches.build(SchedulerOutput(0), bucket)
         self._model_step.capture(batch, head)
 
@@ -209,15 +213,16 @@ class ModelRunner:
         """Captures the steps in which every row computes one token, where each of their sizes is
         captured by itself. Others are captured when they first occur. Calls `on_progress` after
         each capture."""
-        for bucket in reversed(self._buckets.decode):
-            for head in HeadOutput:  # the largest first: others use its memory
-                self.capture(bucket, head)
-                on_progress()
+        # The largest first: others use its memory.
+        for capture in self._captures_of(reversed(self._buckets.decode)):
+            capture()
+            on_progress()
 
     def drop_captures(self) -> None:
         """Forgets all captured steps; called before the engine's groups are left. Communicators of
         NCCL cannot be freed as long as a captured step contains their operations."""
         self._model_step.drop_captures()
+        self._draft_runner.drop_captures()
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:

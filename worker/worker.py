@@ -171,7 +171,7 @@ class Worker:
             offload_blocks=offload_blocks if steps.keeps_kv else (0, 0),
         )
 
-    def profile(self, steps: LargestSteps) -> Iterator[int]:
+    def profile(self, steps: LargestSteps) -> Iterator[int | None]:
         """Computes the largest steps before the KV cache exists (see `profile_run.py`). Afterwards
         the worker has no more memory than before."""
         self._prepare_thread()

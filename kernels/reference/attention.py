@@ -43,6 +43,7 @@ def paged_attention(
     rows, tokens = meta.context_tokens.shape[0], torch.arange(q.shape[0], device=q.device)
     row = torch.searchsorted(meta.query_start.long(), tokens, right=True) - 1  # [T]
     index = tokens - meta.query_start.long()[row]  # [T], of the token in its row
+    index = index.clamp(max=max(0, meta.max_query_tokens - 1))  # padding may be longer than a row
     heads, context, kv_heads = q.shape[1], meta.max_context_tokens, k_cache.shape[1]
     queries = max(1, min(meta.max_query_tokens, MAX_ELEMENTS // max(1, heads * context)))
     scores, kv = context * heads * queries, 3 * context * kv_heads * q.shape[2]

@@ -23,7 +23,8 @@ HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
 def steps(draw):
     """Returns (slot, start, count, samples) of each row."""
     slots = draw(st.lists(st.integers(0, SLOTS - 1), max_size=SLOTS, unique=True))
-    counts = [draw(st.integers(0, 6)) for _ in slots]
+    most = draw(st.sampled_from([1, 6]))
+    counts = [draw(st.integers(0, most)) for _ in slots]
     return [
         (slot, draw(st.integers(0, LENGTH - n)), n, draw(st.integers(0, min(n, 2))))
         for slot, n in zip(slots, counts, strict=True)
@@ -50,7 +51,9 @@ def bucket_of(step: list, padding: tuple[int, int, int]) -> Bucket:
     tokens, rows, samples = padding
     counts = [count for _, _, count, _ in step]
     drawn = sum(sampled for *_, sampled in step)
-    most = max(counts, default=0) + tokens
+    most = max(counts, default=0)
+    if most > 1:  # otherwise the bucket holds one token of each row
+        most += tokens
     return Bucket(sum(counts) + tokens, len(step) + rows, drawn + samples, most)
 
 

@@ -21,12 +21,15 @@ Proposals never change an answer (see `draft_verification.py`): a wrong one only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from swell.configs.schema import ParallelConfig
+from swell.kernels.inputs import Bucket
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import Model
 from swell.worker.sample.sampler import PendingProposals, SamplerOutput
@@ -56,6 +59,14 @@ class NoDraftRunner:
     def progress(self) -> int:
         """The same as `ModelRunner.progress`."""
         return 0
+
+    @property
+    def captures(self) -> list[Callable[[], None]]:
+        """Functions that capture its passes, like those in `ModelRunner.captures`."""
+        return []
+
+    def drop_captures(self) -> None:
+        """Forgets all captured passes."""
 
     def after_sampling(
         self, plan: SchedulerOutput, sampled: SamplerOutput | None, hidden: StepHidden
@@ -174,6 +185,17 @@ class DraftRunner(ProposingRunner):
     @property
     def progress(self) -> int:
         return self._forward.progress
+
+    @property
+    def captures(self) -> list[Callable[[], None]]:
+        return [partial(self._capture, bucket) for bucket in self._buckets.largest_first()]
+
+    @torch.inference_mode()
+    def _capture(self, bucket: Bucket) -> None:
+        self._forward.capture(self._batches.build(SchedulerOutput(0), bucket), HeadOutput.ARGMAX)
+
+    def drop_captures(self) -> None:
+        self._forward.drop_captures()
 
     def _first_pass(
         self, step: SchedulerOutput, plan: SchedulerOutput, hidden: StepHidden

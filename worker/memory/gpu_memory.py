@@ -53,6 +53,14 @@ def estimate_graph_bytes(used_bytes: Sequence[int], captures: int) -> int:
     return pool_bytes + math.ceil(each_bytes * (captures - 1))
 
 
+class _Captures(NamedTuple):
+    """The captures of one model."""
+
+    count: int
+    used_bytes: list[int]
+    """The memory in use before and after each of the first ones."""
+
+
 class GpuMemory:
     """Reads the memory of one GPU."""
 
@@ -60,18 +68,21 @@ class GpuMemory:
         """`share`: the part of the GPU that this process may use."""
         self._device, self._share = device, share
 
-    def measure(self, profile: Callable[[], Iterator[int]]) -> MemoryUse:
+    def measure(self, profile: Callable[[], Iterator[int | None]]) -> MemoryUse:
         """Returns the memory that a profile run shows (see `profile_run.profile`). It is free after
         the run. Raises `ValueError` if the GPU has too little for the largest steps."""
         self.settle()
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
-            steps = profile()
-            captures = next(steps)
+            events = profile()
+            models = [_Captures(next(events) or 0, [])]
             torch.cuda.synchronize(self._device)
             peak_bytes = torch.cuda.max_memory_reserved(self._device)
-            used_bytes = [self._used_bytes()]
-            used_bytes += [self._used_bytes() for _ in steps]
+            models[-1].used_bytes.append(self._used_bytes())
+            for captures in events:
+                if captures is not None:
+                    models.append(_Captures(captures, []))
+                models[-1].used_bytes.append(self._used_bytes())
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"the largest step does not fit into the memory that the weights leave on "
@@ -86,7 +97,7 @@ class GpuMemory:
             free_bytes=free,
             reserved_bytes=torch.cuda.memory_reserved(self._device),
             peak_bytes=peak_bytes,
-            graph_bytes=estimate_graph_bytes(used_bytes, captures),
+            graph_bytes=sum(estimate_graph_bytes(used, count) for count, used in models),
         )
 
     def settle(self) -> None:

@@ -23,7 +23,7 @@ from swell.worker.wire import NewRequest, SchedulerOutput
 PROFILE_BLOCKS = 1
 """The blocks of the KV cache of a profile run."""
 PROFILE_CAPTURES = 4
-"""How many steps are captured, to estimate the memory of all captures."""
+"""How many steps of a model are captured, to estimate the memory of all captures."""
 _LOGPROBS = 20
 """The most likely tokens that a request may ask for at each position."""
 _ALLOWED_TOKENS = 1024
@@ -162,19 +162,22 @@ class LargestSteps:
         )
 
 
-def profile(runner: ModelRunner, steps: LargestSteps) -> Iterator[int]:
-    """Computes the steps with a runner that is dropped afterwards, and yields how many steps may be
-    captured later; then yields 0 after each capture of a few of them. Every worker of the engine
-    does it at the same time."""
+def profile(runner: ModelRunner, steps: LargestSteps) -> Iterator[int | None]:
+    """Computes the steps with a runner that is dropped afterwards. Then, for each model whose steps
+    are captured, yields how many of them may be captured later, captures a few of them, and yields
+    None after each capture. Every worker of the engine does it at the same time."""
     for plan in steps.plans():
         output = runner.execute_model(plan)
         if output is not None:
             failed = output.get_output().failed
             assert not failed, f"the largest step {plan.step} is refused: {failed}"
     runner.drain()
-    captures = runner.captures
-    yield len(captures) * (1 + steps.config.lora.is_on)
-    for bucket, head in captures[:PROFILE_CAPTURES]:
-        runner.capture(bucket, head)
-        yield 0
+    runner.drop_captures()  # those of the steps above
+    of_target, of_drafts = runner.captures
+    counts = len(of_target) * (1 + steps.config.lora.is_on), len(of_drafts)
+    for captures, count in zip((of_target, of_drafts), counts, strict=True):
+        yield count
+        for capture in captures[:PROFILE_CAPTURES]:
+            capture()
+            yield None
     runner.drop_captures()

@@ -58,6 +58,10 @@ class Buckets:
         ]
         """The buckets of other steps, the smallest first."""
 
+    def largest_first(self) -> list[Bucket]:
+        """Returns all buckets."""
+        return sorted((*self.decode, *self.mixed), reverse=True)
+
     def choose(self, steps: Sequence[EngineStep]) -> Bucket | None:
         """Returns the bucket to which all engines of a wave pad their steps: the smallest that
         holds all of these steps. None: no engine pads its step, because a step cannot be captured,

@@ -75,6 +75,12 @@ class Forward:
         """Whether only steps that are padded to a bucket can be captured."""
         return False
 
+    @property
+    def captured_heads(self) -> tuple[HeadOutput, ...]:
+        """The outputs of the head whose steps have captures of their own; the first one's captures
+        need the most memory."""
+        return ()
+
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         """Captures the steps of the batch's bucket now, if they can be captured, so that the first
         of them need not."""
@@ -142,6 +148,13 @@ class CapturedForward(Forward):
     def needs_buckets(self) -> bool:
         return self._traits.has_fixed_sizes
 
+    @property
+    def captured_heads(self) -> tuple[HeadOutput, ...]:
+        if not self._mesh.is_last_stage or self._mesh.shares_experts:
+            return (HeadOutput.LOGITS,)  # the capture computes no head
+        # Only a capture with `ARGMAX` computes logits, if the sizes are fixed.
+        return HeadOutput.ARGMAX, HeadOutput.LOGITS
+
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         self._find(batch, head)
 
@@ -181,8 +194,8 @@ class CapturedForward(Forward):
         be captured."""
         if not self._capturable or not self._fits(batch):
             return None
-        if not self._mesh.is_last_stage or self._mesh.shares_experts:
-            head = HeadOutput.LOGITS  # the capture computes no head
+        if head not in self.captured_heads:
+            (head,) = self.captured_heads
         key = _Key(head, batch.adapters is not None, batch.bucket)
         if key not in self._captured:
             forward, received = Forward(self._model, self._states), self._received(batch)

@@ -115,14 +115,14 @@ class FakeGpu:
         self.other += kept_bytes
 
 
-def run(gpu: FakeGpu, step: int, captures: int) -> Iterator[int]:
+def run(gpu: FakeGpu, step: int, captures: int) -> Iterator[int | None]:
     tables = GIB // 2
     gpu.allocated += tables
     gpu.compute(step)
     yield captures
     for at in range(min(4, captures)):
         gpu.capture(GIB // 4 if at == 0 else GIB // 64)
-        yield 0
+        yield None
     gpu.other -= GIB // 4 + 3 * GIB // 64 if captures else 0
     gpu.allocated -= tables
 
