@@ -56,7 +56,8 @@ def estimate_graph_bytes(used_bytes: Sequence[int], captures: int) -> int:
 class _Captures(NamedTuple):
     """The captures of one model."""
 
-    count: int
+    most: int
+    """How many steps may be captured."""
     used_bytes: list[int]
     """The memory in use before and after each of the first ones."""
 
@@ -97,7 +98,7 @@ class GpuMemory:
             free_bytes=free,
             reserved_bytes=torch.cuda.memory_reserved(self._device),
             peak_bytes=peak_bytes,
-            graph_bytes=sum(estimate_graph_bytes(used, count) for count, used in models),
+            graph_bytes=sum(estimate_graph_bytes(used, most) for most, used in models),
         )
 
     def settle(self) -> None:

@@ -163,9 +163,9 @@ class LargestSteps:
 
 
 def profile(runner: ModelRunner, steps: LargestSteps) -> Iterator[int | None]:
-    """Computes the steps with a runner that is dropped afterwards. Then, for each model whose steps
-    are captured, yields how many of them may be captured later, captures a few of them, and yields
-    None after each capture. Every worker of the engine does it at the same time."""
+    """Computes the steps with a runner that is dropped afterwards. Then, for the model and for its
+    draft model, yields how many of its steps may be captured later, captures a few of them, and
+    yields None after each capture. Every worker of the engine does it at the same time."""
     for plan in steps.plans():
         output = runner.execute_model(plan)
         if output is not None:
