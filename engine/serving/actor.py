@@ -139,6 +139,10 @@ class EngineActor:
             raise RuntimeError(f"it has terminated: {self._end}")
 
     def _serve(self, core: EngineCore) -> None:
+        """Starts the server. Raises RuntimeError if the engine was stopped while it loaded."""
+        if self._stopping:
+            core.shutdown()
+        self._check_not_ended()
         cluster, host = self._config.cluster, self._host
         self._server = EngineServer(
             self._config,
@@ -196,9 +200,10 @@ class EngineActor:
         return self._end if self._ended.is_set() else None
 
     def stop(self) -> None:
-        """Stops the engine and waits until its workers have released their resources."""
+        """Stops the engine and waits until its workers have released their resources. An engine
+        that is loading does not serve afterwards."""
+        self._stopping = True
         if (server := self._server) is not None:
-            self._stopping = True
             server.stop()
             self._ended.wait()
 

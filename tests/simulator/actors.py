@@ -274,6 +274,7 @@ class SimEngine:
             raise NewWeightsRefused(str(refusal))
 
     def _serve(self, core: EngineCore) -> None:
+        self._check_not_ended()
         runtime = SimRuntime(self.process, self._plane.net)
         self.server = EngineServer(
             self._config,
@@ -356,8 +357,8 @@ class SimEngine:
         return "it was stopped" if self._ended.is_set() else None
 
     async def stop(self) -> None:
+        self._stopping = True
         if self.server is not None:
-            self._stopping = True
             self.server.stop()
             await self._ended.wait()
 

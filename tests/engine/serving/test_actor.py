@@ -185,6 +185,38 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
     shell._thread.join(SOON_S)
 
 
+def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives until Ray kills it. The next manager must not adopt the engine."""
+    loading, may_load = threading.Event(), threading.Event()
+    build = actor.build_executor
+
+    def build_later(*args: Any, **options: Any) -> Any:
+        loading.set()
+        may_load.wait(SOON_S)
+        return build(*args, **options)
+
+    monkeypatch.setattr(actor, "build_executor", build_later)
+    errors: list[str] = []
+
+    def start() -> None:
+        try:
+            shell.start(None, shell._config, "1-a")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    assert loading.wait(SOON_S)
+    shell.stop()
+    with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
+        shell.version()
+    may_load.set()
+    thread.join(SOON_S)
+    assert errors == ["engine 0 has terminated: it was stopped"] and shell._server is None
+
+
 def test_a_stopped_engine_has_no_version_for_the_next_manager(shell: Any) -> None:
     """A manager that was lost while it terminated this engine has left its process: the next
     manager must not adopt it."""

@@ -43,6 +43,28 @@ def test_the_next_manager_does_not_adopt_a_stopped_engine(monkeypatch: pytest.Mo
     assert stopped and not back
 
 
+def test_the_next_manager_does_not_adopt_an_engine_that_was_stopped_while_it_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another manager takes over before this one kills the process."""
+    operations = Operation(3.3, "scale", 2), Operation(4.3, "scale", 1), Operation(4.4, "scale", 2)
+    run = Run(Scenario(0, 1, 1, False, (), (), operations, slow_load_s=0.6))
+    plane, stop, stopped = run.plane, SimEngine.stop, list[SimEngine]()
+
+    async def stop_late(engine: SimEngine) -> None:
+        await stop(engine)
+        if not stopped and engine.server is None:
+            stopped.append(engine)
+            await asyncio.sleep(0.25 * _SLOW_S)
+            plane.replace_manager()
+            await asyncio.sleep(_SLOW_S)
+
+    monkeypatch.setattr(SimEngine, "stop", stop_late)
+    assert run.judge().broken == []
+    [engine] = stopped
+    assert engine.server is None, "it has never served"
+
+
 def test_the_next_coordinator_may_list_a_stopping_engine() -> None:
     """The manager cancels the start of the engine, and is lost with the coordinator before it kills
     the process. The engine introduces itself to the next coordinator, and then stops."""
