@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from swell.kernels import backends
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """The version of the order of packed weights, which files store, too: another order gets another
 number."""
 
@@ -24,16 +25,28 @@ class PackedTensor:
     """A weight [out, in] in panels of neighbouring outputs; the last panel is padded with zeros."""
 
     data: Tensor
-    """[panels, in, outputs of a panel]"""
+    """[panels, in, outputs of a panel]; or neighbouring inputs in pairs, the last one padded with
+    zero: [panels, in / 2, outputs of a panel, 2]"""
     out_features: int
     in_features: int
 
     def unpack(self) -> Tensor:
         """Returns the weight [out, in], from panels of any number of outputs."""
-        return self.data.transpose(1, 2).flatten(0, 1)[: self.out_features]
+        return (
+            self.data.transpose(1, 2)
+            .flatten(0, 1)
+            .flatten(1)[: self.out_features, : self.in_features]
+        )
 
 
 Weight = Tensor | PackedTensor
+
+
+def packed_shape(outs: int, size: int, panel: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Returns the shape of `PackedTensor.data` for a weight [outs, size] of the backend `cpu`, with
+    `panel` outputs per panel."""
+    panels = -(-outs // panel)
+    return (panels, -(-size // 2), panel, 2) if dtype == torch.bfloat16 else (panels, size, panel)
 
 
 def pack(weight: Tensor, exact: bool = False) -> Weight:

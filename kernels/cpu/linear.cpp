@@ -1,9 +1,14 @@
 // y = x W^T + b, with W packed once.
 //
-//     W packed [panels][in][kPanel]:  for each k, a panel has kPanel neighbouring outputs
+//     W packed [panels][in / S][kPanel][S]:  for S neighbouring k, a panel has kPanel neighbouring
+//            outputs. S is 1 for float32, and 2 for bfloat16, where `in` is padded with zeros.
 //     tile:  up to kRows rows of x times a block of one panel, with its sums in registers
 //            for k of the block:  sum[m][0 .. kPanel) += x[m][k] * W[panel][k][0 .. kPanel)
 //            meanwhile a part of the next block is prefetched into the cache
+//
+// The second of two bfloat16 products is added before the first one, each with one rounding, because
+// `vdpbf16ps` does so. Processors without it widen both numbers to float32, and find the same bits,
+// except that the instruction takes subnormal numbers for zero.
 //
 // An output is summed over k in blocks of kBlock, one after the other, for any number of rows and
 // threads: a row's result has the same bits in every batch. With few rows, reading W takes most of the
@@ -13,8 +18,13 @@
 #include <array>
 #include <cmath>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #include "thread_pool.h"
 #include "vec.h"
@@ -37,6 +47,75 @@ constexpr lanes_u lane_numbers() {
 }
 const lanes_u kLaneNumbers = lane_numbers();
 
+// How tiles read W: in kPasses passes, `Weights<T>` adds the products of kStep neighbouring k of one
+// panel with those of a row of x to the row's sums. `Input`: the type of x in tiles.
+template <typename T>
+struct Weights;
+
+template <>
+struct Weights<float> {
+  using Input = float;
+  static constexpr int64_t kStep = 1;
+  static constexpr int kPasses = 1;
+  lanes w[2];
+
+  SWELL_INLINE Weights(const float* p, int) : w{wide(p), wide(p + kLanes)} {}
+  SWELL_INLINE void add(lanes* sums, const float* x) const {
+    const float factor = *x;
+    sums[0] += factor * w[0];
+    sums[1] += factor * w[1];
+  }
+};
+
+#ifdef __AVX512BF16__
+template <>
+struct Weights<bf16> {
+  using Input = bf16;
+  static constexpr int64_t kStep = 2;
+  static constexpr int kPasses = 1;
+  __m512bh w[2];
+
+  SWELL_INLINE Weights(const bf16* p, int)
+      : w{load_as<__m512bh>(p), load_as<__m512bh>(p + 2 * kLanes)} {}
+  SWELL_INLINE void add(lanes* sums, const bf16* x) const {
+    const auto factors = (__m512bh)_mm512_set1_epi32(load_as<int>(x));
+    sums[0] = (lanes)_mm512_dpbf16_ps((__m512)sums[0], w[0], factors);
+    sums[1] = (lanes)_mm512_dpbf16_ps((__m512)sums[1], w[1], factors);
+  }
+};
+#else
+template <>
+struct Weights<bf16> {
+  using Input = float;
+  static constexpr int64_t kStep = 2;
+  static constexpr int kPasses = 2;
+  int second;  // 1: the second of the two k; 0: the first
+  lanes w[2];
+
+  SWELL_INLINE Weights(const bf16* p, int pass) : second(1 - pass) {
+    for (int i = 0; i < 2; i++) {
+      const lanes_u pairs = load_as<lanes_u>(p + i * 2 * kLanes);
+      const lanes_u bits = second ? pairs & 0xffff0000u : pairs << 16;
+      w[i] = load_as<lanes>(&bits);
+    }
+  }
+  SWELL_INLINE void add(lanes* sums, const float* x) const {
+    const float factor = x[second];
+    sums[0] += factor * w[0];
+    sums[1] += factor * w[1];
+  }
+};
+#endif
+
+template <typename T>
+constexpr int64_t kStep = Weights<T>::kStep;
+
+// Returns `size` inputs with the padding of W.
+template <typename T>
+constexpr int64_t padded(int64_t size) {
+  return (size + kStep<T> - 1) / kStep<T> * kStep<T>;
+}
+
 // The start of the prefetched memory, and how far it advances for each k.
 template <typename T>
 struct Prefetch {
@@ -47,21 +126,20 @@ struct Prefetch {
 // sums [P][kChunk][kPanel] += x [M][count] times w [P][count][kPanel]. The rows of x are x_stride
 // apart, the panels of w are `apart`. `first`: sums is still uninitialized.
 template <typename T, int P, int M>
-void tile(const float* x, int64_t x_stride, const T* w, int64_t apart, int64_t count,
-          Prefetch<T> ahead, bool first, float* sums) {
+void tile(const typename Weights<T>::Input* x, int64_t x_stride, const T* w, int64_t apart,
+          int64_t count, Prefetch<T> ahead, bool first, float* sums) {
   lanes sum[P][M][2] = {};
-  for (int64_t k = 0; k < count; k++)
+  for (int64_t k = 0; k < count; k += kStep<T>)
 #pragma GCC unroll 2
     for (int p = 0; p < P; p++) {
       const T *now = w + p * apart + k * kPanel, *later = ahead.from + p * apart + k * ahead.step;
-      const lanes w0 = wide(now), w1 = wide(now + kLanes);
       __builtin_prefetch(later, 0, 2);
-      __builtin_prefetch(later + kLanes, 0, 2);
+      __builtin_prefetch(later + kStep<T> * kLanes, 0, 2);
+#pragma GCC unroll 2
+      for (int pass = 0; pass < Weights<T>::kPasses; pass++) {
+        const Weights<T> weights(now, pass);
 #pragma GCC unroll 16
-      for (int m = 0; m < M; m++) {
-        const float factor = x[m * x_stride + k];
-        sum[p][m][0] += factor * w0;
-        sum[p][m][1] += factor * w1;
+        for (int m = 0; m < M; m++) weights.add(sum[p][m], x + m * x_stride + k);
       }
     }
 #pragma GCC unroll 2
@@ -77,7 +155,8 @@ void tile(const float* x, int64_t x_stride, const T* w, int64_t apart, int64_t c
 }
 
 template <typename T>
-using Tile = void (*)(const float*, int64_t, const T*, int64_t, int64_t, Prefetch<T>, bool, float*);
+using Tile = void (*)(const typename Weights<T>::Input*, int64_t, const T*, int64_t, int64_t,
+                      Prefetch<T>, bool, float*);
 
 template <typename T, int P, int... M>
 constexpr std::array<Tile<T>, sizeof...(M)> tiles(std::integer_sequence<int, M...>) {
@@ -178,10 +257,11 @@ Best best(const Row& row) {
   return top > -INFINITY ? Best{top, first} : Best{};
 }
 
-// Multiplies x [rows][size] by P panels [size][kPanel] that are `apart`, each for one of `outs`.
-// `cold`: the beginning of the panels was not prefetched. With two panels there is one tile of rows.
+// Multiplies x [rows][size] by P panels [size][kPanel] that are `apart`, each for one of `outs`; `size`
+// includes the padding. `cold`: the beginning of the panels was not prefetched. With two panels there
+// is one tile of rows.
 template <typename T, typename Output, size_t P>
-void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, int64_t rows,
+void multiply(const typename Weights<T>::Input* x, int64_t x_stride, const T* panel, int64_t apart, int64_t rows,
               int64_t size, bool cold, std::array<Output, P> outs) {
   alignas(64) float sums[P * kChunk * kPanel];
   const int64_t tiles = (rows + kRows - 1) / kRows, some = (rows + tiles - 1) / tiles;
@@ -204,22 +284,42 @@ void multiply(const float* x, int64_t x_stride, const T* panel, int64_t apart, i
   }
 }
 
-const float* as_float(const float* x, int64_t, int64_t, int64_t&, std::unique_ptr<float[]>&) {
-  return x;
+void copy_row(const float* x, float* to, int64_t size) { std::copy_n(x, size, to); }
+void copy_row(const bf16* x, bf16* to, int64_t size) { std::copy_n(x, size, to); }
+void copy_row(const bf16* x, float* to, int64_t size) {
+  int64_t k = 0;
+  for (; k + 8 <= size; k += 8) store(to + k, load(x + k));
+  if (k < size) store_part(to + k, load_part(x + k, size - k), size - k);
 }
-// Converts the rows to float32 without gaps, and sets `stride` to their stride.
-const float* as_float(const bf16* x, int64_t rows, int64_t size, int64_t& stride,
-                      std::unique_ptr<float[]>& memory) {
-  const int64_t padded = (size + 7) / 8 * 8;
-  memory.reset(new float[rows * padded]);
-  for (int64_t m = 0; m < rows; m++)
-    for (int64_t k = 0; k < size; k += 8) {
-      const bf16* from = x + m * stride + k;
-      store(memory.get() + m * padded + k, size - k >= 8 ? load(from) : load_part(from, size - k));
+
+// The rows of x as tiles read them: of their type, and with the padding of W.
+template <typename T>
+class Rows {
+  using Input = typename Weights<T>::Input;
+
+ public:
+  Rows(const T* x, int64_t stride, int64_t rows, int64_t size) : stride(stride) {
+    if constexpr (std::is_same_v<T, Input>)
+      if (size == padded<T>(size)) {
+        from = x;
+        return;
+      }
+    this->stride = padded<T>(size);
+    memory_.reset(new Input[rows * this->stride]);
+    for (int64_t m = 0; m < rows; m++) {
+      Input* row = memory_.get() + m * this->stride;
+      copy_row(x + m * stride, row, size);
+      std::fill(row + size, row + this->stride, Input{});
     }
-  stride = padded;
-  return memory.get();
-}
+    from = memory_.get();
+  }
+
+  const Input* from;
+  int64_t stride;
+
+ private:
+  std::unique_ptr<Input[]> memory_;
+};
 
 // The split of a product into tasks: a task is one chunk of rows and some panels.
 struct Split {
@@ -240,13 +340,12 @@ struct Split {
 template <typename T, typename Run>
 void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, int64_t x_stride,
               const Split& split, const Run& run) {
+  const int64_t inputs = padded<T>(size), panel_size = kPanel * inputs;
   parallel_for(split.chunks * split.groups, rows * size * outs, [&](Tasks& tasks) {
     for (int64_t task; (task = tasks.next()) >= 0;) {
-      std::unique_ptr<float[]> memory;
       const int64_t group = task % split.groups;
       const int64_t m = task / split.groups * kChunk, count = std::min(kChunk, rows - m);
-      int64_t stride = x_stride;
-      const float* from = as_float(x + m * x_stride, count, size, stride, memory);
+      const Rows<T> read(x + m * x_stride, x_stride, count, size);
       const int64_t first = group * split.some, last = std::min(first + split.some, split.panels);
       run(m, count, group, [&](const auto& output) {
         const auto of = [&](int64_t panel) {
@@ -257,10 +356,10 @@ void products(const T* x, const T* w, int64_t rows, int64_t size, int64_t outs, 
         };
         const int64_t pairs = rows <= kPairRows ? (last - first) / 2 : 0;
         for (int64_t panel = first; panel < first + pairs; panel++)
-          multiply(from, stride, w + panel * kPanel * size, pairs * kPanel * size, count, size,
+          multiply(read.from, read.stride, w + panel * panel_size, pairs * panel_size, count, inputs,
                    panel == first, std::array{of(panel), of(panel + pairs)});
         for (int64_t panel = first + 2 * pairs; panel < last; panel++)
-          multiply(from, stride, w + panel * kPanel * size, 0, count, size, panel == first,
+          multiply(read.from, read.stride, w + panel * panel_size, 0, count, inputs, panel == first,
                    std::array{of(panel)});
       });
     }
@@ -302,14 +401,17 @@ void linear_argmax(const T* x, const T* w, float* values, int64_t* which, int64_
   }
 }
 
-// The elements of a row of W are `panel` apart; 1: W is not packed.
+// `panel`: the number of outputs of one panel; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
   parallel_for_each(tokens, tokens * size * 8, [=](int64_t t) {
-    const T* from = w + ids[t] / panel * panel * size + ids[t] % panel;
-    if (panel == 1) std::memcpy(y + t * size, from, size * sizeof(T));
-    else
-      for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k * panel];
+    if (panel == 1) {
+      std::memcpy(y + t * size, w + ids[t] * size, size * sizeof(T));
+      return;
+    }
+    constexpr int64_t S = kStep<T>;
+    const T* from = w + ids[t] / panel * panel * padded<T>(size) + ids[t] % panel * S;
+    for (int64_t k = 0; k < size; k++) y[t * size + k] = from[k / S * S * panel + k % S];
   });
 }
 

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from swell.kernels.cpu.build import TYPES, library
 from swell.kernels.cpu.graph import INT, POINTER, Function
@@ -38,9 +39,20 @@ PANEL = _panel()
 
 
 def pack(weight: Tensor, exact: bool = False) -> Weight:
-    """Returns a copy [out / PANEL, in, PANEL]; see `swell.kernels.linear.pack`."""
+    """Returns a copy: float32 as [out / PANEL, in, PANEL], bfloat16 as [out / PANEL, in / 2, PANEL,
+    2]; see `swell.kernels.linear.pack`."""
     if weight.dtype not in TYPES:
         return weight
+    outs, size = weight.shape
+    if weight.dtype == torch.float32:
+        return PackedTensor(_in_panels(weight), outs, size)
+    pairs = functional.pad(weight, (0, size % 2)).contiguous().view(torch.int32)
+    data = _in_panels(pairs).view(torch.bfloat16).unflatten(2, (PANEL, 2))
+    return PackedTensor(data, outs, size)
+
+
+def _in_panels(weight: Tensor) -> Tensor:
+    """[out, in] -> a copy [out / PANEL, in, PANEL], padded with zeros."""
     outs, size = weight.shape
     panels = -(-outs // PANEL)
     data = weight.new_zeros(panels, size, PANEL)
@@ -48,7 +60,7 @@ def pack(weight: Tensor, exact: bool = False) -> Weight:
     data[:whole].copy_(weight[: whole * PANEL].unflatten(0, (whole, PANEL)).transpose(1, 2))
     if whole < panels:
         data[whole, :, : outs - whole * PANEL] = weight[whole * PANEL :].T
-    return PackedTensor(data, outs, size)
+    return data
 
 
 def panel() -> int:

@@ -31,22 +31,51 @@ def has_wide_vectors() -> bool:
     return info.exists() and " avx512f " in info.read_text()
 
 
-@pytest.mark.skipif(not has_wide_vectors(), reason="this machine's own vectors are no wider")
-def test_the_kernels_of_avx2_pass_the_same_tests(tmp_path):
-    """The kernels for AVX2 pass the same tests. They are compiled once for each version of the
-    sources; the library stays in a cache of its own."""
+@pytest.fixture
+def narrow(tmp_path: Path) -> dict[str, str]:
+    """The environment of processes that compile the kernels for AVX2: once for each version of the
+    sources, since the library stays in a cache of its own."""
+    if not has_wide_vectors():
+        pytest.skip("this machine's own vectors are no wider")
     compiler = tmp_path / "compiler"
     compiler.write_text(COMPILER.replace("${CXX:-g++}", os.environ.get("CXX", "g++")))
     compiler.chmod(0o755)
     cache = Path(os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell") / "narrow"
-    environment = {
+    return {
         **os.environ,
         "CXX": str(compiler),
         "SWELL_CACHE": str(cache),
         "SWELL_TEST_PANEL": str(NARROW_PANEL),
     }
-    tests = [str(HERE.with_name(f"test_{name}.py")) for name in FILES]
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "cpu", *tests]
+
+
+def run(command: list[str], environment: dict[str, str]) -> str:
+    command = [sys.executable, *command]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert " passed" in done.stdout.splitlines()[-1], done.stdout[-4000:]
+    return done.stdout
+
+
+def test_the_kernels_of_avx2_pass_the_same_tests(narrow: dict[str, str]) -> None:
+    tests = [str(HERE.with_name(f"test_{name}.py")) for name in FILES]
+    output = run(["-m", "pytest", "-p", "no:cacheprovider", "-k", "cpu", *tests], narrow)
+    assert " passed" in output.splitlines()[-1], output[-4000:]
+
+
+PRODUCTS = """
+import hashlib, torch
+from swell.kernels.cpu import linear
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for rows, size, outs in ((1, 300, 1000), (7, 257, 65), (40, 701, 96), (200, 64, 33)):
+        weight = torch.randn(outs, size).to(dtype)
+        x = torch.randn(rows, size).to(dtype)
+        y = linear.linear(x, linear.pack(weight))
+        print(dtype, rows, hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
+"""
+
+
+def test_products_have_the_same_bits_on_all_processors(narrow: dict[str, str]) -> None:
+    """Processors with vectors of another width, and without the instruction for products of
+    bfloat16."""
+    assert run(["-c", PRODUCTS], narrow) == run(["-c", PRODUCTS], dict(os.environ))

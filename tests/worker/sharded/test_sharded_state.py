@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from swell.configs.files.sharded_index import INDEX_NAME, MAX_INDEX_BYTES, digest_of, file_names
 from swell.configs.schema import Config, ModelConfig, ParallelConfig, load
 from swell.kernels import backends
-from swell.kernels.linear import panel
+from swell.kernels.linear import LAYOUT_VERSION, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import LoadedWeights, load_config, load_weights, resolve_dtype
@@ -274,11 +274,26 @@ def test_weights_of_another_processor_are_converted(
             patch.setattr(backends.get("linear", "cpu"), "PANEL", width)
         save(folder, out, model__device="cpu" if width else "cuda")
     packing = json.loads((out / INDEX_NAME).read_text())["packing"]
-    assert packing == (width and {"version": 1, "panel": width})
+    assert packing == (width and {"version": LAYOUT_VERSION, "panel": width})
     with caplog.at_level(logging.WARNING, "swell"):
         same_logits(folder, out, 1, 1)
         assert loaded(out)[1].mapped_bytes == 0
     assert "another kind of processor" in caplog.text
+
+
+@packs
+def test_pairs_of_bfloat16_of_another_processor_are_converted(
+    tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(backends.get("linear", "cpu"), "PANEL", 2 * PANEL)
+        out = save(tiny("llama"), tmp_path / "out", model__dtype="bfloat16")
+    (expected, _), (model, _) = loaded(tiny("llama"), dtype="bfloat16"), loaded(out)
+    pack_weights(expected)
+    pack_weights(model)
+    converted = state_of(model)
+    for name, state in state_of(expected).items():
+        assert torch.equal(data_of(state.weight), data_of(converted[name].weight)), name
 
 
 def test_every_file_is_safetensors(saved: Path) -> None:
