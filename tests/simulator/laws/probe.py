@@ -16,7 +16,10 @@ from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.scenario import Request
 
-QUIET_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
+QUIET_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
+"""The time after which an ingress knows that an engine makes no progress. Three periods follow each
+other: the engine reports its last step, the coordinator publishes the report, and the ingress
+counts the time from then on until another view arrives, because a view may be old."""
 _ANSWER_S = 1.5
 """The time within which a probe is answered if any engine computes it."""
 _FIRST_NUMBER = 1000
