@@ -42,7 +42,7 @@ from swell.worker.loader import (
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory import kv_cache
 from swell.worker.memory.block_files import BlockFiles
-from swell.worker.memory.gpu_memory import GpuMemory
+from swell.worker.memory.gpu_memory import GpuMemory, limit_memory
 from swell.worker.memory.new_weights import ModelShape, with_weights_of
 from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.memory.profile_run import PROFILE_BLOCKS, LargestSteps, profile
@@ -97,6 +97,7 @@ class Worker:
         self.device = device_of(config.model.device, gpu)
         if self.device.type == "cuda":
             prepare_for_nccl(self._host, config.cluster.interface)
+            limit_memory(self.device, config.cluster.gpus_per_worker)
         self.mesh: Mesh | None = None
         self.model: Model | None = None
         self._is_whole = False

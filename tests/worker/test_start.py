@@ -120,7 +120,7 @@ def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
     worker.load()
     worker.regroup(GroupPlan(1))
     ran: list[int | None] = []
-    found = MemoryUse(10**9, 5 * 10**8, 10**8, 2 * 10**8, 10**7)
+    found = MemoryUse(10**9, 4 * 10**8, 5 * 10**8, 10**8, 2 * 10**8, 10**7)
 
     class FoundMemory:
         def __init__(self, device: torch.device, share: float) -> None:

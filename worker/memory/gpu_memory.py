@@ -16,11 +16,22 @@ SPARE = 0.02
 measured steps, and torch cannot use every gap between its tensors."""
 
 
+CONTEXT_BYTES = 768 * 1024**2
+"""An estimate for the CUDA context of a process and its kernels. The memory in use of a GPU shows
+it only if no other process uses the GPU."""
+GRAPH_BYTES = 2 * 1024**2
+"""An estimate for the operations of one captured step, under the same condition. Torch does not
+allocate them."""
+
+
 class MemoryUse(NamedTuple):
     """The memory of a worker before it has a KV cache, in bytes."""
 
     limit_bytes: int
     """The memory of the GPU that this worker may use."""
+    outside_bytes: int
+    """Memory that torch has not allocated: groups, the CUDA context, and other processes, unless
+    this worker has only a part of the GPU."""
     free_bytes: int
     """Memory that no process has allocated."""
     reserved_bytes: int
@@ -32,9 +43,10 @@ class MemoryUse(NamedTuple):
 
     @property
     def cache_bytes(self) -> int:
-        """The most that the KV cache may take. Groups and the CUDA context are part of neither
-        `free_bytes` nor `reserved_bytes`; torch may use only the sum of both."""
-        usable_bytes = min(self.free_bytes + self.reserved_bytes, self.limit_bytes)
+        """The most that the KV cache may take. Torch may use only what is free and what it has
+        allocated."""
+        limit_bytes = self.limit_bytes - self.outside_bytes
+        usable_bytes = min(self.free_bytes + self.reserved_bytes, limit_bytes)
         spare_bytes = int(self.limit_bytes * SPARE)
         return max(0, usable_bytes - self.peak_bytes - self.graph_bytes - spare_bytes)
 
@@ -53,6 +65,14 @@ def estimate_graph_bytes(used_bytes: Sequence[int], captures: int) -> int:
     return pool_bytes + math.ceil(each_bytes * (captures - 1))
 
 
+def limit_memory(device: torch.device, share: float) -> None:
+    """Lets torch allocate at most this part of a GPU for this process, without the CUDA context."""
+    if share < 1:
+        total = torch.cuda.get_device_properties(device).total_memory
+        fraction = max(0.0, share - CONTEXT_BYTES / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
 class _Captures(NamedTuple):
     """The captures of one model."""
 
@@ -66,8 +86,9 @@ class GpuMemory:
     """Reads the memory of one GPU."""
 
     def __init__(self, device: torch.device, share: float) -> None:
-        """`share`: the part of the GPU that this process may use."""
+        """`share`: the part of the GPU that this process may use; other processes use the rest."""
         self._device, self._share = device, share
+        self._is_shared = share < 1
 
     def measure(self, profile: Callable[[], Iterator[int | None]]) -> MemoryUse:
         """Returns the memory that a profile run shows (see `profile_run.profile`). It is free after
@@ -93,12 +114,18 @@ class GpuMemory:
             ) from error
         self.settle()
         free, total = torch.cuda.mem_get_info(self._device)
+        reserved_bytes = torch.cuda.memory_reserved(self._device)
+        outside_bytes = total - free - reserved_bytes
+        graph_bytes = GRAPH_BYTES if self._is_shared else 0
         return MemoryUse(
             limit_bytes=int(total * self._share),
+            outside_bytes=min(outside_bytes, CONTEXT_BYTES) if self._is_shared else outside_bytes,
             free_bytes=free,
-            reserved_bytes=torch.cuda.memory_reserved(self._device),
+            reserved_bytes=reserved_bytes,
             peak_bytes=peak_bytes,
-            graph_bytes=sum(estimate_graph_bytes(used, most) for most, used in models),
+            graph_bytes=sum(
+                estimate_graph_bytes(used, most) + graph_bytes * most for most, used in models
+            ),
         )
 
     def settle(self) -> None:
@@ -108,7 +135,10 @@ class GpuMemory:
         torch.cuda.empty_cache()
 
     def _used_bytes(self) -> int:
-        """Returns the allocated memory of the GPU, without what torch keeps for later tensors."""
+        """Returns the allocated memory of the GPU, without what torch keeps for later tensors; of a
+        shared GPU only what torch has allocated, because others may allocate at the same time."""
         self.settle()
+        if self._is_shared:
+            return torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
