@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -157,22 +158,33 @@ def _failure(leave: Callable[[], None]) -> Exception | None:
 class InprocOutput(AsyncModelRunnerOutput):
     """The futures of one step, one for each worker."""
 
-    def __init__(self, futures: list[Future[Any]], output_rank: int) -> None:
+    def __init__(
+        self, futures: list[Future[Any]], output_rank: int, abort: Callable[[], None]
+    ) -> None:
+        """`abort`: aborts the groups with which the step is computed."""
         self._futures = futures
         self._output_rank = output_rank
+        self._abort = abort
 
     def get_output(self) -> ModelRunnerOutput:
         wait(self._futures, return_when=FIRST_EXCEPTION)
-        raise_first(self._futures)
+        raise_first(self._futures, self._abort)
         output: AsyncModelRunnerOutput = self._futures[self._output_rank].result()
         return output.get_output()
 
 
-def raise_first(futures: list[Future[Any]]) -> None:
+def has_failed(futures: list[Future[Any]]) -> bool:
+    return any(future.done() and future.exception() for future in futures)
+
+
+def raise_first(futures: list[Future[Any]], abort: Callable[[], None]) -> None:
     """Raises an exception of the futures, if there is one: preferably a worker's own failure,
-    rather than that its peers noticed it."""
-    if not any(future.done() and future.exception() for future in futures):
+    rather than that its peers noticed it. Peers on a GPU do not notice it, so `abort` ends their
+    operations."""
+    if not has_failed(futures):
         return
+    if not all(future.done() for future in futures):
+        abort()
     wait(futures, timeout=_FAILURE_GRACE_S)
     errors = [error for future in futures if future.done() and (error := future.exception())]
     raise min(errors, key=lambda error: isinstance(error, GroupBroken))
@@ -243,7 +255,8 @@ class InprocExecutor(Executor):
 
     def execute(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         futures = [thread.call("execute_model", plan) for thread in self._threads]
-        return InprocOutput(futures, self._config.parallel.world - self._config.parallel.tensor)
+        output_rank = self._config.parallel.world - self._config.parallel.tensor
+        return InprocOutput(futures, output_rank, partial(self._abort, self._generation))
 
     def load_adapter(self, command: LoadAdapter) -> None:
         command = self._loads.begin(command)
@@ -262,19 +275,22 @@ class InprocExecutor(Executor):
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while wait(futures, timeout=_POLL_S)[1] and time.monotonic() < deadline + _JOIN_S:
             late = time.monotonic() > deadline
-            failed = any(future.done() and future.exception() for future in futures)
             # Repeatedly: a worker that was just about to form its groups has missed the last abort.
-            if late or failed or self._aborted >= self._generation:
+            if late or has_failed(futures) or self._aborted >= self._generation:
                 self.abort()
-        raise_first(futures)
+        raise_first(futures, self.abort)
         if any(not future.done() for future in futures):
             raise GroupBroken("the workers did not form their groups in time")
         return [future.result() for future in futures]
 
     def abort(self) -> None:
-        self._aborted = self._generation
+        self._abort(self._generation)
+
+    def _abort(self, generation: int) -> None:
+        """Lets all workers leave the groups of this generation."""
+        self._aborted = max(self._aborted, generation)
         for thread in self._threads:
-            thread.abort(self._aborted)
+            thread.abort(generation)
 
     @property
     def store(self) -> tuple[str, int] | None:
@@ -299,7 +315,16 @@ class InprocExecutor(Executor):
             thread.join()
 
     def _call_all(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of all workers. Raises `ExecutorError` after `cluster.start_timeout_s`."""
         futures = [thread.call(method, *args) for thread in self._threads]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        raise_first(futures)
+        limit_s = self._config.cluster.start_timeout_s
+        wait(futures, timeout=limit_s, return_when=FIRST_EXCEPTION)
+        missing = [rank for rank, future in enumerate(futures) if not future.done()]
+        if missing and not has_failed(futures):
+            self.abort()
+            raise ExecutorError(
+                f"workers {missing} did not finish `{method}` within "
+                f"cluster.start_timeout_s={limit_s:g}"
+            )
+        raise_first(futures, self.abort)
         return [future.result() for future in futures]

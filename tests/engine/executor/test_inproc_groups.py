@@ -160,8 +160,13 @@ def test_a_failure_outside_collectives_stops_the_engine(core, monkeypatch):
 
 
 def test_the_error_names_the_rank_that_failed_and_not_its_peers():
-    noticed, fault = Future(), Future()
-    noticed.set_exception(GroupBroken("a peer has gone"))
+    """The peer of the rank that failed waits in an operation until its groups are aborted."""
+    waiting, fault = Future(), Future()
     fault.set_exception(OSError("out of luck"))
+
+    def abort():
+        waiting.set_exception(GroupBroken("a peer has gone"))
+
     with pytest.raises(OSError):
-        InprocOutput([noticed, fault], output_rank=0).get_output()
+        InprocOutput([waiting, fault], output_rank=0, abort=abort).get_output()
+    assert waiting.done()
