@@ -139,6 +139,8 @@ class RayExecutor(Executor):
         self._aborted = -1
         self._results: dict[int, ModelRunnerOutput] = {}
         self._lost: dict[int, str] = {}
+        self._refusal = ""
+        """Why a worker has refused to start."""
         self._loads = AdapterLoads(config.parallel.world)
         self._loaded: list[AdapterLoaded] = []
         """Loaded by all workers, and not returned yet."""
@@ -317,20 +319,28 @@ class RayExecutor(Executor):
             raise WorkerLost("; ".join(f"worker {rank} {why}" for rank, why in lost))
 
     def _raise_if_failed(self, message: WorkerMessage) -> None:
-        """Raises if the message reports that a worker or its groups have failed."""
+        """Raises if the message reports that a worker or its groups have failed. A worker that has
+        refused to start is the reason of both."""
         if not isinstance(message, WorkerFailure) or message.generation != self._generation:
             return
         self._record_failure(message)
         deadline = time.monotonic() + _FAILURE_GRACE_S
-        while not self._lost and self._aborted < self._generation and time.monotonic() < deadline:
+        while not self._knows_reason and time.monotonic() < deadline:
             for other in self._receive():
                 if isinstance(other, WorkerFailure) and other.generation == self._generation:
                     self._record_failure(other)
             with suppress(WorkerLost):
                 self.check()
+        if self._refusal:
+            raise ConfigError(self._refusal)
         self.check()
         self.abort()
         raise GroupBroken(f"worker {message.rank}: {message.message}", message.absent)
+
+    @property
+    def _knows_reason(self) -> bool:
+        """Whether it is known why groups have failed."""
+        return bool(self._lost or self._refusal) or self._aborted >= self._generation
 
     def _record_failure(self, failure: WorkerFailure) -> None:
         if not failure.group:
@@ -400,6 +410,10 @@ class RayExecutor(Executor):
             assert self._limits is not None, "the engine has started"
             self._init_caches(lost, self._limits)
             self._load_adapters(lost)
+        except (GroupBroken, WorkerLost):
+            # The next repair replaces them, too: they may lack their caches or adapters.
+            self._lost = dict.fromkeys(lost, "was not replaced completely") | self._lost
+            raise
         except ray.exceptions.RayError as error:
             raise ExecutorError(
                 f"workers {lost} could not be replaced: {first_line(error)}"
@@ -453,6 +467,8 @@ class RayExecutor(Executor):
                 self._results[message.step] = message
             elif isinstance(message, AdapterLoaded):
                 self._loaded += filter(None, [self._loads.answer(message)])
+            elif isinstance(message, MemoryMeasured):
+                self._refusal = self._refusal or message.refusal
             messages.append(message)
         return messages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,20 @@ import pytest
 from ray.exceptions import GetTimeoutError
 
 from swell.configs.lora import Adapter
-from swell.configs.schema import load
+from swell.configs.schema import ConfigError, load
 from swell.coordinator.transport.channel import Outlet, make_keys
-from swell.engine.executor import ExecutorError
+from swell.engine.executor import ExecutorError, ExecutorLimits, WorkerLost
 from swell.engine.executor import ray as executor_module
 from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.ray import RayExecutor, RayWorker
-from swell.worker.wire import AdapterLoaded, LoadAdapter, WorkerCommand, WorkerHello
+from swell.worker.wire import (
+    AdapterLoaded,
+    LoadAdapter,
+    MemoryMeasured,
+    WorkerCommand,
+    WorkerFailure,
+    WorkerHello,
+)
 
 SOON_S = 60.0
 
@@ -154,3 +162,77 @@ def test_a_terminated_worker_is_not_killed_again(executor, monkeypatch) -> None:
     monkeypatch.setattr(executor_module.ray, "kill", lambda actor: None)
     ended = SimpleNamespace(rank=0, pid=77, node="a", actor="actor 0", exit_reason=lambda: "died")
     executor._kill(ended)
+
+
+class RepairingExecutor(RayExecutor):
+    """Worker 1 is lost while worker 0 is replaced."""
+
+    def __init__(self, fails_in: str) -> None:
+        config = load({"model": {"path": "m"}, "parallel": {"tensor": 2}})
+        super().__init__(config, placement_group=None, keys=make_keys(), host="127.0.0.1")
+        self._limits = ExecutorLimits(8, 64, 100)
+        self._fails_in = fails_in
+        self.calls: list[tuple[str, list[int]]] = []
+        self._workers = {rank: RayWorker(rank, "actor", "node") for rank in range(2)}
+        self._lost = {0: "died"}
+
+    def _call(self, name: str, ranks: Iterable[int]) -> None:
+        self.calls.append((name, sorted(ranks)))
+        if name == self._fails_in:
+            self._fails_in, self._lost = "", {1: "died"}
+            self.check()
+
+    def _start_workers(self, ranks: Iterable[int], _progress: Any) -> None:
+        ranks = list(ranks)
+        self._workers |= {rank: RayWorker(rank, "actor", "node") for rank in ranks}
+        self._call("start", ranks)
+
+    def _init_caches(self, ranks: Sequence[int], _limits: Any) -> None:
+        self._call("cache", ranks)
+
+    def _load_adapters(self, ranks: list[int]) -> None:
+        self._call("adapters", ranks)
+
+
+@pytest.mark.parametrize("fails_in", ["start", "cache", "adapters"])
+def test_a_replacement_that_is_not_complete_is_replaced_with_the_next_one(
+    monkeypatch, fails_in: str
+) -> None:
+    """The first replacement may lack its cache or its adapters."""
+    monkeypatch.setattr(executor_module.ray, "kill", lambda _actor: None)
+    executor = RepairingExecutor(fails_in)
+    try:
+        with pytest.raises(WorkerLost):
+            executor.repair()
+        assert executor.calls.pop() == (fails_in, [0])
+        executor.calls.clear()
+        executor.repair()
+        assert executor.calls == [(name, [0, 1]) for name in ("start", "cache", "adapters")]
+        executor.check()
+    finally:
+        executor._heartbeats.close()
+        executor._inbox.close()
+
+
+def test_a_refusal_is_reported_instead_of_the_failure_of_groups_that_it_causes(monkeypatch) -> None:
+    """A worker that refuses leaves its groups, and the report of a peer may arrive first."""
+    monkeypatch.setattr(RayWorker, "exit_reason", lambda worker: "")
+    executor = FrozenExecutor()
+    executor._workers = {rank: RayWorker(rank, "actor", "n", peer=b"%d" % rank) for rank in (0, 1)}
+    arriving: list[Any] = [
+        WorkerFailure(0, 1, "a peer has left", group=True),
+        MemoryMeasured(0, None, "no KV block fits"),
+    ]
+
+    def receive(_wait_s: float) -> Any:
+        messages = [arriving.pop(0)] if arriving else []
+        return [(b"%d" % message.rank, message) for message in messages]
+
+    monkeypatch.setattr(executor._inbox, "receive", receive)
+    monkeypatch.setattr(executor, "_send", lambda *_message: None)
+    try:
+        with pytest.raises(ConfigError, match="no KV block fits"):
+            executor._measure([0, 1])
+    finally:
+        executor._heartbeats.close()
+        executor._inbox.close()
