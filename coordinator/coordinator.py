@@ -77,8 +77,10 @@ class Coordinator:
     def wait(self, epoch: int, timeout_s: float) -> Membership:
         return self._service.wait(epoch, timeout_s)
 
-    def join(self, members: list[Member], timeout_s: float, by: ManagerId) -> JoinResult:
-        return self._service.join(members, timeout_s, by)
+    def join(
+        self, members: list[Member], timeout_s: float, by: ManagerId, earlier: list[int]
+    ) -> JoinResult:
+        return self._service.join(members, timeout_s, by, earlier)
 
     def leave(self, ranks: list[int], by: ManagerId) -> Roster:
         return self._service.leave(ranks, by)

@@ -10,7 +10,7 @@ experts with a lost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -156,15 +156,20 @@ class CoordinatorService:
         )
 
     def join(
-        self, members: list[Member], timeout_s: float, by: ManagerId = NO_MANAGER
+        self,
+        members: list[Member],
+        timeout_s: float,
+        by: ManagerId = NO_MANAGER,
+        earlier: Sequence[int] = (),
     ) -> JoinResult:
-        """Returns when each engine is in the roster or has failed to join. Raises ValueError if a
-        rank is taken; then nothing changes."""
+        """Returns when each engine is in the roster or has failed to join. Removes the `earlier`
+        incarnations of their ranks. Raises ValueError if another engine has one of the ranks; then
+        nothing changes."""
         ranks = {member.rank for member in members}
 
         def join(now: float) -> RankedCommands:
             unheard = {member.incarnation for member in members} - self._peers.keys()
-            return self._state_machine.join(members, now, unheard)
+            return self._state_machine.join(members, now, unheard, earlier)
 
         def finish() -> JoinResult:
             result = self._state_machine.finish_join(ranks, timeout_s)

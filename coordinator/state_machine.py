@@ -253,13 +253,20 @@ class CoordinatorStateMachine:
     # ---------------------------------------------------------------- calls of the manager
 
     def join(
-        self, members: Iterable[Member], now: float, unheard: Container[int] = ()
+        self,
+        members: Iterable[Member],
+        now: float,
+        unheard: Container[int] = (),
+        earlier: Container[int] = (),
     ) -> RankedCommands:
-        """Adds engines that are ready; one that is already a member stays. Raises ValueError if a
-        rank is taken. `unheard`: incarnations that have not introduced themselves to this
+        """Adds engines that are ready; one that is already a member stays. `earlier`: incarnations
+        of engines that had these ranks, which are removed. Raises ValueError if another engine has
+        one of the ranks. `unheard`: incarnations that have not introduced themselves to this
         coordinator. Engines that share experts do so before their group changes."""
         newcomers = [m for m in members if self.member(m.rank, m.incarnation) is None]
-        rosters.join(self.roster, newcomers)  # raises
+        staying = [m for m in self.roster.members if m.incarnation not in earlier]
+        rosters.join(rosters.of(self.roster.epoch, staying), newcomers)  # raises
+        sends = self.remove_failed([m.rank for m in newcomers], now, earlier)
         self._joining.update({member.rank: member for member in newcomers})
         for member in newcomers:
             self.called_off.pop(member.rank, None)
@@ -270,7 +277,7 @@ class CoordinatorStateMachine:
         if self.waves.lockstep:
             self._unheard |= {m.rank for m in newcomers} - heard
         able = self._joining.keys() - self._unheard
-        return self._sync_roster(self.waves.change(self._with(able)), now)
+        return [*sends, *self._sync_roster(self.waves.change(self._with(able)), now)]
 
     def finish_join(self, ranks: set[int], timeout_s: float) -> JoinResult:
         """Returns the current result for these engines; those that are not in the roster must be

@@ -175,6 +175,15 @@ def test_another_incarnation_of_a_rank_is_not_removed(service) -> None:
     assert service.remove_failed([0, 1], incarnations=[4, 6]).ranks == [0]
 
 
+def test_an_engine_replaces_an_earlier_one_of_its_rank_that_the_manager_names(service) -> None:
+    earlier, later = (msgspec.structs.replace(member(0), incarnation=number) for number in (5, 6))
+    service.join([earlier, member(1)], SOON_S)
+    with pytest.raises(ValueError, match="rank 0 is already"):
+        service.join([later], SOON_S, earlier=[4])
+    assert service.view().roster.find(0) == earlier
+    assert service.join([later], SOON_S, earlier=[5]).roster.members == (later, member(1))
+
+
 @pytest.mark.parametrize("part", ["tick", "_reports"])
 def test_a_failed_loop_stops_the_coordinator(monkeypatch, deaths, part) -> None:
     """A failure outside of any message terminates the coordinator; Ray starts another process."""

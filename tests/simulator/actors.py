@@ -120,11 +120,14 @@ class SimCoordinator(CoordinatorService):
             return after
 
         def observed_join(
-            members: Iterable[Member], now: float, unheard: Container[int] = ()
+            members: Iterable[Member],
+            now: float,
+            unheard: Container[int] = (),
+            earlier: Container[int] = (),
         ) -> RankedCommands:
             newcomers = list(members)
             try:
-                return join(newcomers, now, unheard)
+                return join(newcomers, now, unheard, earlier)
             except ValueError as error:
                 for call in plane.on_refused:
                     call(newcomers, str(error))
@@ -365,15 +368,20 @@ class SimEngine:
 
 class ObservedManager(ClusterManager):
     """Reports the target to which it falls back when a requested change fails, a decrease of the
-    target, and that it has lost leadership."""
+    target, engines that it is about to start, and that it has lost leadership."""
 
     on_failed_change: Done
     on_shrink: Callable[[], None]
+    on_grow: Callable[[list[str]], None]
     on_deposed: Callable[[], None]
 
     async def _step_down(self) -> None:
         self.on_deposed()
         await super()._step_down()
+
+    async def _grow(self, handles: list[EngineHandle], *, is_requested: bool) -> None:
+        self.on_grow([handle.name for handle in handles])
+        await super()._grow(handles, is_requested=is_requested)
 
     def _begin(self, state: ControlState) -> None:
         if state.change.target < self.target:
@@ -411,6 +419,7 @@ class SimManager:
         )
         self.manager.on_failed_change = plane.on_failed_change
         self.manager.on_shrink = plane.operator.on_shrink
+        self.manager.on_grow = self._on_grow
         self.manager.on_deposed = self._on_deposed
         self._observe_keep()
         self.has_started = False
@@ -439,6 +448,10 @@ class SimManager:
             self.process.kill()
             return
         self.has_started = True
+
+    def _on_grow(self, names: list[str]) -> None:
+        for call in self._plane.on_grow:
+            call(self, names)
 
     def _on_deposed(self) -> None:
         """Kills the process after the time in which Serve notices that it is unhealthy."""

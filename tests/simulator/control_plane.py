@@ -284,6 +284,9 @@ class Observers:
         """Called with each message from an ingress to an engine."""
         self.on_replace: list[Callable[[EngineServer, list[bytes]], None]] = []
         """Called when an engine learns that connections were replaced: with these connections."""
+        self.on_grow: list[Callable[[SimManager, list[str]], None]] = []
+        """Called when a manager is about to start engines, before it checks that it leads: with
+        their names."""
         self.on_request: list[Callable[[SimManager, str], None]] = []
         """Called when a manager gets a request of an operator, with its kind."""
         self.on_answer: list[Callable[[SimManager, str, Exception | None], None]] = []

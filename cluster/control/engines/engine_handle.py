@@ -52,8 +52,6 @@ class EngineHandle:
     """The version that the engine runs after it has left and joined again; None: it stops."""
     previous: Version | None = None
     """The version that its processes ran before they got other weights; None once it serves."""
-    previous_incarnation: int | None = None
-    """The incarnation of `previous`."""
     is_extra: bool = False
     """The engine starts in addition to the target number, and counts once it serves."""
     for_answers: bool = False
@@ -111,7 +109,6 @@ class EngineHandle:
             self.name,
             version,
             previous=self.version,
-            previous_incarnation=self.ready.incarnation if self.ready else None,
             actor=self.actor,
             group=self.group,
             in_doubt=self.in_doubt,

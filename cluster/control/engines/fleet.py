@@ -51,6 +51,9 @@ class Fleet:
         self.engines: dict[int, EngineHandle] = {}
         self.starting: dict[int, EngineHandle] = {}
         self.ending: dict[int, EngineHandle] = {}
+        self.ended: dict[int, int] = {}
+        """Rank -> incarnation of the last engine that this manager took out of the roster, to end
+        or to reload it, or because it was dead."""
         self.group_change_lock = asyncio.Lock()
         """Held while the group of engines changes: one change at a time."""
         self._config = config
@@ -176,7 +179,6 @@ class Fleet:
         for handle in handles:
             self._watch(handle)
         async with self.group_change_lock:
-            await self._forget_earlier(handles)
             handles = [handle for handle in handles if not handle.leaving]
             failures: dict[int, Exception] = {
                 handle.rank: StartFailed(
@@ -194,14 +196,6 @@ class Fleet:
         ends = (self._placement.kill(handle) for handle in handles if handle.rank in failures)
         await asyncio.gather(*ends, return_exceptions=True)
         return failures
-
-    async def _forget_earlier(self, handles: list[EngineHandle]) -> None:
-        """Remove the previous incarnations of these engines from the roster: a coordinator that
-        restarted before their servers stopped treats them as members."""
-        previous = {handle.rank: handle.previous_incarnation for handle in handles}
-        if gone := {rank: number for rank, number in previous.items() if number is not None}:
-            with contextlib.suppress(Exception):  # if it fails, their join is refused
-                await self._coordinator.remove_failed([*gone], [*gone.values()])
 
     async def _prepare(self, handle: EngineHandle) -> None:
         """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
@@ -238,10 +232,21 @@ class Fleet:
         without them. An engine that dies meanwhile is removed."""
         try:
             with self.transition(handles):
-                refused = await self._coordinator.join([handle.member for handle in handles])
+                earlier = await self._find_earlier(handles)
+                refused = await self._coordinator.join([each.member for each in handles], earlier)
         except Exception as error:
             return {handle.rank: error for handle in handles}
         return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}
+
+    async def _find_earlier(self, handles: list[EngineHandle]) -> list[int]:
+        """Returns the incarnations that had the ranks of these engines before them. A coordinator
+        that restarts lists every engine that reports to it, also one that is about to end, or that
+        an earlier manager has ended. Those that this manager has ended are included if the
+        coordinator does not list them: its successor may do so before the engines join."""
+        roster = (await self._coordinator.view()).roster
+        listed = {member.incarnation for each in handles if (member := roster.find(each.rank))}
+        ended = {self.ended[each.rank] for each in handles if each.rank in self.ended}
+        return sorted((listed | ended) - {each.member.incarnation for each in handles})
 
     @contextlib.contextmanager
     def transition(self, handles: list[EngineHandle]) -> Iterator[None]:
@@ -257,11 +262,16 @@ class Fleet:
             self.on_change()
 
     def _add_engine(self, handle: EngineHandle) -> None:
-        handle.is_extra, handle.previous, handle.previous_incarnation = False, None, None
+        handle.is_extra, handle.previous = False, None
         handle.joined_at = asyncio.get_running_loop().time()
         self.engines[handle.rank] = handle
         if handle.ended is not None:
             self.tasks.spawn(self.on_engine_dead(handle, handle.ended))
+
+    def _remove_engine(self, handle: EngineHandle) -> None:
+        assert handle.ready is not None
+        self.ended[handle.rank] = handle.ready.incarnation
+        del self.engines[handle.rank]
 
     # ---------------------------------------------------------------- leaving
 
@@ -345,7 +355,7 @@ class Fleet:
                     handles = [handle for handle in handles if handle.find_in(roster) is None]
         handles = [handle for handle in handles if self.engines.get(handle.rank) is handle]
         for handle in handles:
-            del self.engines[handle.rank]
+            self._remove_engine(handle)
             if handle.next_version is None:
                 self.ending[handle.rank] = handle
             else:
@@ -406,7 +416,8 @@ class Fleet:
             await self._coordinator.remove_failed([rank], own)
         if self.engines.get(rank) is not handle:
             return
-        self.ending[rank] = self.engines.pop(rank)
+        self._remove_engine(handle)
+        self.ending[rank] = handle
         lived_s = asyncio.get_running_loop().time() - handle.joined_at - stopped_s
         self._log.warning("engine died", rank=rank, reason=why, lived_s=round(lived_s, 1))
         self._on_death(handle, lived_s, why)

@@ -111,8 +111,8 @@ class Placement:
         return await self._ray.draining_nodes()
 
     async def adopt(self, versions: Sequence[Version]) -> Adopted:
-        """Returns the engines of these versions. Terminates everything else with a name of this
-        cluster."""
+        """Returns the engines of these versions, except those that the coordinator has removed
+        because they had stopped. Terminates everything else with a name of this cluster."""
         self._known.clear()
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
@@ -136,6 +136,8 @@ class Placement:
         again = {name: handles[name] for name in first if name.rank in unheard}
         answers = {name: first[name] for name in first if name not in again}
         answers |= await self._probe_all(again, by_name)
+        stalled = {engine.incarnation for engine in now.stalled_engines}
+        answers = {name: answers[name] for name in answers if answers[name] not in stalled}
         kept = [handles[name] for name in actor_names.choose(answers, roster).values()]
         self._known |= {handle.name for handle in kept}
         await self.orphans.collect()

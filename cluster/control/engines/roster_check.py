@@ -55,11 +55,11 @@ class RosterCheck:
             await self._coordinator.remove_failed([member.rank for member in gone], incarnations)
 
     def _has_ended(self, member: Member) -> bool:
-        """Whether the engine is reloading, and the roster lists its previous incarnation."""
+        """Whether the next engine of the rank starts, and the roster lists the one before it."""
         handle = self._fleet.starting.get(member.rank)
         if handle is None or handle.in_transition:
             return False
-        return handle.previous_incarnation == member.incarnation
+        return self._fleet.ended.get(member.rank) == member.incarnation
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
         """Handle an engine that is missing from the roster. `reason`: why the coordinator removed

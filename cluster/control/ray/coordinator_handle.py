@@ -107,14 +107,14 @@ class CoordinatorHandle:
         await self._refresh_contact()
         return result
 
-    async def join(self, members: list[Member]) -> dict[int, str]:
-        """Add members. Returns when each one is in the roster or has been refused: why, by rank. If
-        the coordinator is lost meanwhile, they join its successor. Raises `ActorError` for a rank
-        that is taken. Like all methods that change the roster, raises NotLeading if a manager other
-        than this one leads."""
+    async def join(self, members: list[Member], earlier: list[int]) -> dict[int, str]:
+        """Add members, and remove `earlier` incarnations of their ranks. Returns when each one is
+        in the roster or has been refused: why, by rank. If the coordinator is lost meanwhile, they
+        join its successor. Raises `ActorError` if another engine has one of the ranks. Like all
+        methods that change the roster, raises NotLeading if a manager other than this one leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
         result: JoinResult = await self._call_successors(
-            lambda: self._send("join", members, limit_s, self._manager_id()), limit_s
+            lambda: self._send("join", members, limit_s, self._manager_id(), earlier), limit_s
         )
         joined = [rank for rank in ranks if rank not in result.refused]
         self._log.info("joined", epoch=result.roster.epoch, ranks=joined, refused=result.refused)

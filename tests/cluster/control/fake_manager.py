@@ -137,7 +137,7 @@ class FakeCoordinator:
             pass
         return await self.membership()
 
-    async def join(self, members: list[Member]) -> dict[int, str]:
+    async def join(self, members: list[Member], earlier: list[int]) -> dict[int, str]:
         ranks = [member.rank for member in members]
         self._lost.clear()
         await asyncio.sleep(self.group_s)

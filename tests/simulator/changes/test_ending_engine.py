@@ -1,5 +1,5 @@
-"""A manager terminates after it has stopped an engine that left, and before it has terminated the
-process of that engine."""
+"""A manager terminates before it has terminated the process of an engine: one that left and that it
+has stopped, or one that hangs and that the coordinator has removed."""
 
 from __future__ import annotations
 
@@ -110,3 +110,28 @@ def test_the_next_coordinator_does_not_keep_an_engine_that_waits_for_its_end(
     target = 1 if kind == "left" else 2
     assert len(run.plane.coordinators) == 2
     assert listed[-2:] == [[*range(target + 1)], [*range(target)]]
+
+
+@pytest.mark.parametrize("expert", [False, True])
+def test_the_next_manager_ends_an_engine_that_hangs(expert: bool) -> None:
+    requests = tuple(Request(3.5 + i / 4, 0, (1, 2, 3), 24, i) for i in range(12))
+    faults = (Fault("hang", 4.0),)
+    run = Run(Scenario(0, 2, 1, expert, requests, faults, step_s=SLOW_STEP_S, rooms=(0, 3, 0)))
+    plane, back, hanging = run.plane, list[int](), set[int]()
+    first = plane.manager
+
+    def on_roster(_before: Roster, after: Roster, _kept: frozenset[int]) -> None:
+        hanging.update(
+            each.server.incarnation
+            for each in plane.living_engines
+            if each.executor.hangs and each.server is not None
+        )
+        members = {member.incarnation for member in after.members}
+        if plane.manager is not first:
+            back.extend(hanging & members)
+        elif hanging - members:
+            plane.manager.process.kill()
+
+    plane.on_roster.append(on_roster)
+    assert run.judge().broken == []
+    assert plane.manager is not first and hanging and not back

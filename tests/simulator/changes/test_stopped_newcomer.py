@@ -25,5 +25,5 @@ def test_the_group_forms_without_a_silent_newcomer() -> None:
     run = Run(scenario)
     verdict = run.judge()
     assert [line.split()[1] for line in verdict.faults] == ["stop"]
-    assert "sim-engine-1" in verdict.faults[0]
+    assert "sim-engine-0" not in verdict.faults[0], "it hits a newcomer"
     assert verdict.broken == []

@@ -14,6 +14,7 @@ from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
+from tests.simulator.actors import SimManager
 from tests.simulator.control_plane import (
     HEARTBEAT_S,
     STALL_TIMEOUT_S,
@@ -52,6 +53,9 @@ class DecisionWatch:
         """The number of engines that had been created at the last look."""
         self._created: dict[int, list[float]] = {}
         """Rank -> when its last `_MAX_STARTS` engines were created."""
+        self._late: set[str] = set()
+        """Names of engines that a manager was about to start when another one had taken over."""
+        plane.on_grow.append(self._on_grow)
         plane.on_roster.append(self._on_roster)
         plane.on_command.append(self._on_command)
         plane.on_kept.append(self._on_kept)
@@ -134,11 +138,20 @@ class DecisionWatch:
         if self._is_over(("surplus", manager, surplus), _DECIDED_S, holds=is_late):
             self._break(f"{surplus} engines are too many, and none leaves")
 
+    def _on_grow(self, manager: SimManager, names: list[str]) -> None:
+        newest = self._plane.manager
+        is_replaced = newest is not manager and newest.has_started
+        if is_replaced and self._plane.ray.is_reachable(manager.process.host):
+            self._late.update(names)
+
     def _look_at_starts(self) -> None:
         """Checks that failed starts are repeated with a growing delay: the engines of one rank are
-        not created in quick succession."""
+        not created in quick succession. A manager starts none after another one has taken over."""
         now, engines = self._plane.kernel.now, self._plane.engines
         for engine in engines[self._num_engines :]:
+            name = engine.process.name
+            if name.rpartition(".")[0] in self._late:
+                self._break(f"{name} is started by a manager that was replaced")
             created = [*self._created.get(engine.rank, ()), now][-_MAX_STARTS:]
             self._created[engine.rank] = created
             if len(created) == _MAX_STARTS and now - created[0] < _STARTS_S:

@@ -194,7 +194,9 @@ async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
 async def _not_read(right: Any, self: Any, reports: Any) -> None: ...
 
 
-async def _unsaved(right: Any, self: Any) -> None: ...
+async def _unsaved(right: Any, self: Any) -> None:
+    if not self._checkpoints._has_taken_over:
+        await right(self)
 
 
 async def _never(right: Any, self: Any) -> None:
@@ -452,7 +454,7 @@ BUGS = {
     "manager: the status has workers that were replaced": Bug(
         Fleet, "refresh", _not_read, campaigns=True
     ),
-    "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, PROCESSES),
+    "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
 }
 
 

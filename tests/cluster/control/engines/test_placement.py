@@ -24,6 +24,7 @@ from swell.cluster.control.ray.actor_errors import (
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import Membership
+from swell.coordinator.state_machine import StalledEngine
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
@@ -69,13 +70,14 @@ class FakeCoordinator:
 
     def __init__(self, *members: Member) -> None:
         self.roster = Roster(1, members)
+        self.stalled: list[StalledEngine] = []
         self.lost: list[int] = []
 
     async def view(self) -> ClusterView:
         return ClusterView(self.roster)
 
     async def membership(self) -> Membership:
-        return Membership(await self.view())
+        return Membership(await self.view(), self.stalled)
 
     async def remove_failed(self, ranks: list[int], _incarnations: list[int] | None = None) -> None:
         self.lost += ranks
@@ -135,6 +137,16 @@ def test_serving_loading_and_waiting_engines_are_adopted_and_others_killed(table
     assert coordinator.lost == [1, 3], "who died, or is another one now"
     assert set(table.actors) == {serving, waiting, loading, "coordinator-configuration"}
     assert set(table.reserved) == {serving, waiting, loading, "of somebody else"}
+
+
+def test_an_engine_that_the_coordinator_has_found_stalled_is_killed(table: Table) -> None:
+    table.engine(0, "a", ready_answer(0, 5))
+    serving = table.engine(1, "b", ready_answer(1, 6))
+    coordinator = FakeCoordinator(member(1, 6))
+    coordinator.stalled = [StalledEngine(0, 5, "it made no progress")]
+    adopted = asyncio.run(made(coordinator, table).adopt([VERSION]))
+    assert [handle.name for handle in adopted.serving] == [serving] and adopted.newcomers == []
+    assert set(table.actors) == {serving}
 
 
 @pytest.mark.parametrize("is_listed", [True, False])

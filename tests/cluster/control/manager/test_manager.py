@@ -314,6 +314,7 @@ def test_a_cluster_described_as_idle_has_the_roster_of_its_last_change() -> None
         read = harness.coordinator.view
 
         async def answer_late() -> ClusterView:
+            harness.coordinator.view = read  # type: ignore[method-assign]
             view = await read()
             await asyncio.sleep(1.5)
             return view

@@ -195,7 +195,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
         handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "lost"
-        joining = asyncio.create_task(handle.join([]))
+        joining = asyncio.create_task(handle.join([], []))
         await asyncio.sleep(10.0)
         handle._actor = "found"
         assert await joining == {}
@@ -203,7 +203,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
 
         handle._actor = "lost"
         with pytest.raises(ActorDied):
-            await handle.join([])
+            await handle.join([], [])
 
     loop = VirtualTimeLoop()
     try:
