@@ -149,7 +149,7 @@ class Worker:
         """Measures what fits into the memory that weights and groups leave. Every worker of the
         engine calls it at the same time, after the first `regroup`. Raises `ValueError` if not even
         one KV block fits."""
-        assert self._shape is not None, "load comes first"
+        assert self._shape is not None and self.mesh is not None, "load comes first"
         self._prepare_thread()
         self._captures_at_start = True
         config = self.config
@@ -158,7 +158,8 @@ class Worker:
         gpu_share, own_bytes = config.cluster.gpus_per_worker, block_bytes(*sizes)
         free_bytes = kv_cache.free_bytes(self.device, self.local_workers, gpu_share)
         if self.device.type == "cuda" and config.cache.memory_bytes is None:
-            run = partial(self.profile, steps.within(free_bytes, own_bytes))
+            largest = steps.within(free_bytes, own_bytes).agreed(self.mesh)
+            run = partial(self.profile, largest)
             free_bytes = GpuMemory(self.device, gpu_share).measure(run).cache_bytes
         mapped_bytes = self._mapped_bytes + self.draft_model.mapped_bytes
         lengths = steps.max_model_len, mapped_bytes, self.adapters.reserved_bytes

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from swell.configs.drafts import BY_WORKERS
 from swell.configs.schema import Config
+from swell.worker.comm.mesh import Mesh
 from swell.worker.loader import max_model_len
 from swell.worker.memory import kv_cache
 from swell.worker.memory.new_weights import ModelShape
@@ -41,7 +44,7 @@ class _Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LargestSteps:
-    """The largest steps of an engine. Pure."""
+    """The largest steps of an engine."""
 
     config: Config
     max_model_len: int
@@ -75,6 +78,14 @@ class LargestSteps:
         blocks = max(1, free_bytes // block_bytes)
         length = min(self.max_model_len, blocks * self.config.cache.block_tokens)
         return replace(self, max_model_len=length)
+
+    def agreed(self, mesh: Mesh) -> LargestSteps:
+        """Returns the largest steps of all workers of the engine, the same on each: their free
+        memory differs. Every worker calls it at the same time."""
+        lengths = torch.tensor([self.max_model_len], device=mesh.device)
+        for group in (mesh.tensor, mesh.pipeline):
+            lengths = group.all_gather(lengths, 0).min(dim=0, keepdim=True).values
+        return replace(self, max_model_len=int(lengths))
 
     def plans(self) -> list[SchedulerOutput]:
         """Returns the plans of these steps. Each has new requests with all parameters that need

@@ -3,18 +3,22 @@ no trace. `test_gpu_memory.py` tests the size of the cache that follows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import swell.worker.worker as worker_module
 from swell.configs.schema import load
 from swell.engine.core import EngineCore
 from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreRequest
+from swell.worker.memory import kv_cache
+from swell.worker.memory.gpu_memory import MemoryUse
 from swell.worker.memory.profile_run import LargestSteps
 from swell.worker.sampler_wire import PoolingParams, SamplerParams
 from swell.worker.wire import GroupPlan, WorkerLimits
@@ -241,3 +245,57 @@ def test_a_refused_step_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
             next(worker.profile(steps))
     finally:
         worker.shutdown()
+
+
+class ComputedMemory(NamedTuple):
+    """Stands for `GpuMemory`: computes the steps of a worker on a CPU."""
+
+    device: torch.device
+    share: float
+
+    def measure(self, profile: Callable[[], Iterator[int | None]]) -> MemoryUse:
+        for _event in profile():
+            pass
+        return MemoryUse(10**9, 0, 10**9, 0, 0, 0)
+
+
+@pytest.mark.parametrize("split", ["tensor", "pipeline"])
+def test_all_workers_of_an_engine_compute_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    """Each worker has another amount of free memory, and all of them compute the operations of
+    their groups together."""
+    tiny_models.make(tmp_path, "llama")
+    blocks, block_bytes = {0: 9, 1: 4}, 1000
+    lengths: list[int] = []
+    measure, profile = Worker.measure, Worker.profile
+
+    def measure_gpu(worker: Worker) -> WorkerLimits:
+        worker.device = torch.device("cuda", worker.rank)
+        return measure(worker)
+
+    def profile_on_cpu(worker: Worker, steps: LargestSteps) -> Iterator[int | None]:
+        worker.device = torch.device("cpu")
+        lengths.append(steps.max_model_len)
+        yield from profile(worker, steps)
+
+    def free_bytes(device: torch.device, *_shares: float) -> int:
+        return blocks[device.index] * block_bytes
+
+    monkeypatch.setattr(Worker, "measure", measure_gpu)
+    monkeypatch.setattr(Worker, "profile", profile_on_cpu)
+    monkeypatch.setattr(worker_module, "GpuMemory", ComputedMemory)
+    monkeypatch.setattr(worker_module, "block_bytes", lambda *_model: block_bytes)
+    monkeypatch.setattr(kv_cache, "free_bytes", free_bytes)
+    overrides = {
+        "model.device": "cpu",
+        "model.cpu_threads": 1,
+        f"parallel.{split}": 2,
+        "parallel.executor": "inproc",
+        "scheduler.max_rows": 1,
+        "cluster.start_timeout_s": 20.0,
+    }
+    executor = build_executor(load(str(tmp_path), overrides))
+    executor.start()
+    executor.shutdown()
+    assert lengths == [4 * 16] * 2
