@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 from torch import nn
@@ -36,7 +37,15 @@ class PackedWeight(Packable):
 
 
 def pack_weights(model: HoldsTensors, exact: bool = False) -> None:
-    """Packs every weight of a loaded model. Afterwards the model cannot be loaded again."""
+    """Packs every weight of a loaded model, and those that several modules share once. Afterwards
+    the model cannot be loaded again."""
+    by_weight: dict[int, list[PackedWeight]] = defaultdict(list)
     for module in model.modules():
-        if isinstance(module, Packable):
+        if isinstance(module, PackedWeight):
+            by_weight[id(module.weight)].append(module)
+        elif isinstance(module, Packable):
             module.pack(exact)
+    for first, *others in by_weight.values():
+        first.pack(exact)
+        for module in others:
+            module.replace(first.weight)

@@ -1,7 +1,8 @@
 """Runs any causal language model of transformers with our paged cache.
 
-The modules are those of transformers, except for the attention (`generic_attention`), the split
-into ranks and stages (`generic_parallel`) and the mapping of weights (`generic_weights`). The model
+The modules are those of transformers, except for the attention (`generic_attention`), products with
+packed weights (`generic_products`), the split into ranks and stages (`generic_parallel`) and the
+mapping of weights (`generic_weights`). The model
 gets one row [1, T] of tokens with their positions and no cache; all earlier tokens are in our
 cache.
 """
@@ -29,6 +30,7 @@ from swell.worker.models.generic_parallel import (
     split_stages,
     split_tensors,
 )
+from swell.worker.models.generic_products import packing_unless_read, use_kernels
 from swell.worker.models.generic_weights import WeightsMapper
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import LayerTaps
@@ -77,6 +79,7 @@ class GenericForCausalLM(nn.Module):
         if not mesh.is_last_stage:
             _drop_head(causal, base)
         materialize(causal, device, dtype)
+        use_kernels(causal)
         self._parts = list(causal.named_modules())
         self._calls.attach(causal)
         # The whole model computes the head; its body is replaced by one that returns given hidden
@@ -88,7 +91,8 @@ class GenericForCausalLM(nn.Module):
         if mesh.is_first_stage:
             base.get_input_embeddings().register_forward_hook(self._embed)
         self.taps = LayerTaps(self.range)
-        self._trace()
+        with packing_unless_read(module for _, module in self._parts):
+            self._trace()
 
     def forward(
         self, batch: InputBatch, intermediate: IntermediateTensors | None = None

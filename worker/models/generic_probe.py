@@ -64,7 +64,7 @@ def first_difference(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> str | 
 def _numbered(tables: list[nn.Embedding]) -> Iterator[None]:
     """In this context, row i of each embedding has the value i in every column, without using
     memory."""
-    own = [table.weight for table in tables]
+    own: list[Any] = [table._parameters["weight"] for table in tables]
     for table, weight in zip(tables, own, strict=True):
         rows = torch.arange(len(weight), device=weight.device).to(weight.dtype)
         table.weight = nn.Parameter(rows[:, None].expand(weight.shape), requires_grad=False)

@@ -1,0 +1,103 @@
+"""Products of generic models, which are computed with packed weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.kernels.linear import PackedTensor, pack
+from swell.worker.comm.mesh import Mesh
+from swell.worker.layers.packed_weight import PackedWeight, pack_weights
+from swell.worker.loader import load_config, load_weights
+from swell.worker.models import build_model
+from swell.worker.models.generic_products import packing_unless_read, use_kernels
+from tests.worker import tiny_models
+from tests.worker.models.test_models import BLOCK_TOKENS, MAX_TOKENS, Part, batch_of
+
+pytestmark = pytest.mark.slow
+packs = pytest.mark.skipif(
+    not isinstance(pack(torch.zeros(1, 1)), PackedTensor), reason="no compiler: nothing is packed"
+)
+
+
+class Scaled(nn.Embedding):
+    """An embedding as that of Gemma 3."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 3
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = Scaled(40, 8)
+        self.alone, self.read, self.shares = (nn.Linear(8, 8) for _ in range(3))
+        self.head = nn.Linear(8, 40, bias=False)
+        self.head.weight = self.embed.weight
+        self.shares.weight = self.read.weight
+        self.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.shares(self.read(self.alone(self.embed(ids))))
+        return self.head(x @ self.read.weight)
+
+
+@packs
+def test_weights_that_only_their_products_read_are_packed() -> None:
+    """The weight of an embedding and of a head is packed once; hooks and own forwards stay."""
+    torch.manual_seed(0)
+    model, ids = Body(), torch.tensor([[3, 39, 0]])
+    calls: list[nn.Module] = []
+    model.embed.register_forward_hook(lambda module, *_: calls.append(module))
+    expected = model(ids)
+    use_kernels(model)
+    with packing_unless_read(model.modules()):
+        assert torch.equal(model(ids), expected)
+    pack_weights(model)
+    packed = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PackedWeight) and isinstance(module.weight, PackedTensor)
+    }
+    assert packed == {"embed", "alone", "head"}
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.read.weight, Tensor) and model.read.weight is model.shares.weight
+    torch.testing.assert_close(model(ids), expected)
+    assert len(calls) == 3
+
+
+@pytest.fixture(params=["llama", "gemma3", "gemma2", "phi3", "gpt_neox"])
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    tiny_models.make(tmp_path, request.param)
+    config = ModelConfig(path=str(tmp_path), backend="transformers", max_model_len=MAX_TOKENS)
+    mesh = Mesh.build(ParallelConfig(), 0)
+    made: Any = build_model(config, load_config(config), mesh, "cpu", torch.bfloat16)
+    load_weights(made, config)
+    pack_weights(made)
+    for layer in made.attention_layers():
+        shape = (2 * MAX_TOKENS // BLOCK_TOKENS, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
+        layer.bind_cache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
+    return made
+
+
+@packs
+@torch.no_grad()
+def test_a_row_has_the_same_bits_next_to_others(model: Any) -> None:
+    """All products of a model are packed, with its head, and so they are exact."""
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(linears) > 8
+    assert all(isinstance(module.weight, PackedTensor) for module in linears)
+    prompts = [[5, 9, 77, 30, 8], [4, 60, 11]]
+
+    def logits(parts: list[Part]) -> Tensor:
+        found: Tensor = model.compute_logits(model(batch_of(prompts, parts)))
+        return found
+
+    both = logits([Part(0, 0, 5), Part(1, 0, 3)])
+    assert torch.equal(logits([Part(0, 0, 5)]), both[:5])
+    assert torch.equal(logits([Part(1, 0, 3)]), both[5:])
