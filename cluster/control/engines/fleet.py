@@ -100,7 +100,8 @@ class Fleet:
     ) -> Adopted:
         """Take over the engines of these versions that an earlier manager left, and its drains. The
         engines that still have to load or join are in `starting`, for `grow`. A leaving engine of
-        an `outdated` version without a drain record stays: it was reloading."""
+        an `outdated` version without a drain record stays: it was reloading. One that was to stop
+        and is out of the roster has left, and is ended."""
         adopted = await self._placement.adopt(versions)
         records = {record.name: record for record in drains}
         by_name = {version.name: version for version in versions}
@@ -115,8 +116,18 @@ class Fleet:
                 self.keep(handle.rank)
             elif handle.leaving:
                 self.leave(handle.rank, self._config.drain_timeout_s)
-        self.starting.update({handle.rank: handle for handle in adopted.newcomers})
-        return adopted
+        newcomers = []
+        for handle in adopted.newcomers:
+            record = records.get(handle.name)
+            if record is None or record.next_version:
+                self.starting[handle.rank] = handle
+                newcomers.append(handle)
+                continue
+            handle.intent = Intent.DRAIN if record.is_named else Intent.LEAVE
+            handle.drain = record
+            self.ending[handle.rank] = handle
+            self.tasks.spawn(self._end([handle]))
+        return adopted._replace(newcomers=newcomers)
 
     def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
         """Add new engines to `starting`, for `grow`. `versions`: by rank."""

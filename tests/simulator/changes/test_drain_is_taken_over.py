@@ -3,6 +3,7 @@ requests. It does not start earlier if the first manager could not reach the coo
 
 from __future__ import annotations
 
+from swell.coordinator.roster import Roster
 from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import SLOW_STEP_S, AtMessage, Fault, Operation, Request, Scenario
 
@@ -83,3 +84,40 @@ def test_a_drain_that_is_over_does_not_start_again_at_the_next_manager() -> None
     run.plane.on_detach.append(left.append)
     assert run.judge().broken == []
     assert left == [[2], [1], [1]] and len(run.plane.coordinators) == 2
+
+
+def test_an_engine_that_has_left_does_not_join_again() -> None:
+    """The manager is stopped when it lets the engine leave the roster, and is then lost. The only
+    other engine replaces a worker when the next manager starts."""
+    faults = (
+        Fault("stop-control", 3.85, 5, 7.6, AtMessage("detach", 1)),
+        Fault("kill-control", 10.44340574512398, 5),
+        Fault("lose-worker", 11.326642581668846, 5),
+    )
+    operations = (
+        Operation(4.056545835421769, "pause", 1),
+        Operation(4.339509666121982, "scale", 1),
+        Operation(30.0, "resume"),
+    )
+    scenario = Scenario(
+        seed=5077,
+        engines=2,
+        ingresses=1,
+        expert=True,
+        requests=(Request(9.513646957254128, 0, (45,), 1, 2),),
+        faults=faults,
+        operations=operations,
+        control_host="host1",
+        rooms=(0, 2, 1),
+        slow_load_s=6.0,
+    )
+    run = Run(scenario)
+    gone, back = set[int](), set[int]()
+
+    def on_roster(_before: Roster, after: Roster, _kept: frozenset[int]) -> None:
+        back.update(gone.intersection(member.incarnation for member in after.members))
+        gone.update(after.left)
+
+    run.plane.on_roster.append(on_roster)
+    assert run.judge().broken == []
+    assert len(run.faults.happened) == 3 and len(gone) == 1 and not back
