@@ -29,16 +29,17 @@ DEADLINES_S = {
     "ceilings": 30,
     "doors": 45,
     "outputs": 65,
-    "decode": 85,
+    "decode": 75,
     "samplers": 20,
     "prefill": 35,
-    "exact": 35,
+    "exact": 30,
     "groups": 35,
     "symmetric": 20,
     "sleep": 25,
     "experts": 35,
-    "large": 45,
+    "large": 40,
     "adapters": 25,
+    "tools": 20,
 }
 """Stage -> its deadline in seconds, in the order in which they run; 500 s in all."""
 _SLOWER_ON_CPU = 10
