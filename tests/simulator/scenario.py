@@ -24,8 +24,8 @@ _LONG_S = 10.0
 """A fault that lasts longer than this is detected while it lasts."""
 
 
-_CAMPAIGN_SHARE = 0.7
-"""The share of scenarios that are campaigns: see `draws/campaigns.py`."""
+_CAMPAIGN_SHARE, _BUSY_SHARE = 0.7, 0.2
+"""The shares of scenarios that are usual and busy campaigns: see `draws/campaigns.py`."""
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ def draw(
         prefill_engines=Random(f"prefill:{seed}").choice((0, 0, 0, 1)),
     )
     campaign = Random(f"campaign:{seed}")
-    if campaigns and campaign.random() < _CAMPAIGN_SHARE:
+    if campaigns and (share := campaign.random()) < _CAMPAIGN_SHARE + _BUSY_SHARE:
         # The module imports this one.
         from tests.simulator.draws.campaigns import draw_campaign
 
-        return draw_campaign(campaign, scenario, kinds)
+        return draw_campaign(campaign, scenario, kinds, is_busy=share >= _CAMPAIGN_SHARE)
     tight = Random(f"tight:{seed}")
     if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.3:
         return draw_tight(tight, scenario)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-from tests.simulator.draws.kinds import CHANGES, OF_KIND, Mix
+from tests.simulator.draws.faults import draw_time
+from tests.simulator.draws.kinds import BUSY_CHANGES, CHANGES, OF_KIND, SELDOM, Mix
 from tests.simulator.draws.moments import draw_moment
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
@@ -48,9 +49,12 @@ _MOVE_LOADS_S = (0.0, 2.0, 6.0, 6.0)
 a replacement is often not ready before its host stays after all."""
 
 
-def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) -> Scenario:
-    """Draws a campaign from a scenario. `kinds`: the kinds of faults."""
-    mix = _draw_mix(random, kinds, expert=scenario.expert)
+def draw_campaign(
+    random: Random, scenario: Scenario, kinds: tuple[str, ...], *, is_busy: bool = False
+) -> Scenario:
+    """Draws a campaign from a scenario. `kinds`: the kinds of faults. `is_busy`: with more
+    ingresses and moments, and more upgrades, repairs, cancelled changes and losses of leaders."""
+    mix = _draw_mix(random, kinds, expert=scenario.expert, is_busy=is_busy)
     focus = random.choice((None, None, random.randrange(12)))
     pause_s = random.choice(_PAUSES_S)
     faults: list[Fault] = []
@@ -58,7 +62,7 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
     moments: list[float] = []
     crowds: list[float] = []
     at = _BEGIN_S + random.random()
-    for _ in range(random.choice((1, 2, 2, 3, 3, 4))):
+    for _ in range(random.choice((2, 3, 3, 4) if is_busy else (1, 2, 2, 3, 3, 4))):
         moments.append(at)
         moment = draw_moment(random, mix, at)
         faults += moment.faults
@@ -67,7 +71,11 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
         at += pause_s * (0.5 + random.random())
     if focus is not None:
         faults = [replace(each, target=focus) for each in faults]
-    ingresses = random.choice((1, 2, 2, 2, 3, 3))
+    seldom = [kind for kind in SELDOM if kind in kinds] if is_busy else []
+    for kind in random.sample(seldom, min(2, len(seldom))):
+        seldom_at, target = random.uniform(_BEGIN_S, at), random.randrange(12)
+        faults.append(Fault(kind, seldom_at, target, draw_time(random)))
+    ingresses = random.choice((2, 2, 3, 3, 3) if is_busy else (1, 2, 2, 2, 3, 3))
     until_s = at + _ARRIVALS_S
     arrivals = [
         random.choice(moments) + random.uniform(-0.3, 1.0)
@@ -100,13 +108,14 @@ def draw_campaign(random: Random, scenario: Scenario, kinds: tuple[str, ...]) ->
     )
 
 
-def _draw_mix(random: Random, kinds: tuple[str, ...], *, expert: bool) -> Mix:
+def _draw_mix(random: Random, kinds: tuple[str, ...], *, expert: bool, is_busy: bool) -> Mix:
     """Draws the common kinds of faults and changes: few, so that they meet often, or all."""
     weighted = [*kinds, *(each for each in OF_KIND if each in kinds)]
     number = random.choice((1, 2, 2, 3, len(weighted)))
     common = random.sample(weighted, min(number, len(weighted)))
-    changes = random.sample(CHANGES, random.choice((1, 1, 2, len(CHANGES))))
-    return Mix(tuple(dict.fromkeys(common)), kinds, tuple(changes), expert)
+    among = BUSY_CHANGES if is_busy else CHANGES
+    changes = random.sample(among, random.choice((1, 1, 2, len(among))))
+    return Mix(tuple(dict.fromkeys(common)), kinds, tuple(changes), expert, is_busy)
 
 
 def _fitting(operations: list[Operation], room: int) -> tuple[Operation, ...]:

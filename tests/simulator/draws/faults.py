@@ -16,7 +16,6 @@ from tests.simulator.draws.kinds import (
     OF_KIND,
     RECOVERY,
     STALL_TIMEOUT_S,
-    STEPS,
     Mix,
 )
 from tests.simulator.draws.operations import draw_operations
@@ -86,7 +85,7 @@ def draw_loss_of_leader(random: Random, mix: Mix, at: float) -> tuple[Fault, lis
     """Draws the loss of a manager or coordinator at the next step of a change, and often another
     change that is requested before there is a successor."""
     kind = random.choice(mix.among(LEADERS))
-    trigger = AtMessage(random.choice(STEPS), random.choice((1, 1, 2)))
+    trigger = AtMessage(random.choice(mix.steps), random.choice((1, 1, 2)))
     loss = Fault(kind, at, random.randrange(12), draw_time(random), trigger)
     if random.random() < 0.4:
         return loss, []

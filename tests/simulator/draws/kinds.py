@@ -61,8 +61,14 @@ STEPS = (
     "kv_put",
 )
 """Calls through Ray by which a manager carries out a change, one step after the other."""
+BUSY_STEPS = ("start", "start", "start", "detach", "detach", "cancel_leave", "remove_failed")
+"""Calls by which engines load other weights, leave, and stay after all."""
 CHANGES = ("scale", "scale", "drain", "pause", "upgrade", "upgrade")
 """Changes by an operator."""
+BUSY_CHANGES = ("scale", "scale", "drain", "upgrade", "upgrade", "upgrade", "upgrade")
+"""Changes of busy campaigns."""
+SELDOM = ("clock", "lose-host", "stop-pair", "lose-host-for-good", "cut", "half-cut", "slow")
+"""Kinds of faults that few moments have. A busy campaign has two of them in addition."""
 LINKS = ("black-hole", "black-hole", "drop", "loss", "slow", "cut-pair", "half-cut-pair")
 """Faults of a link that come before a fault at one of its ends."""
 ENDS = ("kill", "kill", "kill", "lose-worker", "stop", "hang", "kill-control", "kill-ingress")
@@ -101,6 +107,13 @@ class Mix:
     """The kinds of changes by an operator."""
     expert: bool
     """Whether the engines share experts."""
+    is_busy: bool = False
+    """See `draw_campaign`."""
+
+    @property
+    def steps(self) -> tuple[str, ...]:
+        """The calls at which a leader is lost."""
+        return (*STEPS, *BUSY_STEPS) if self.is_busy else STEPS
 
     def among(self, names: tuple[str, ...]) -> list[str]:
         """Returns those of these kinds of faults that are possible, or all possible kinds."""

@@ -44,6 +44,10 @@ _STEP_SHARE = 0.2
 or of a recovery."""
 _CROWDED_SHARE = 0.15
 """The share of moments in which several requests arrive at one of the faults or changes."""
+_GROUP_SIZES = ((3,), (4,), (1, 3), (2, 3), (2, 4), (1, 2), (2, 1, 3), (3, 4))
+_REVERSALS = ((1, 2), (1, 3), (2, 3), (1, 4), (2, 1, 3), (3, 1, 4))
+"""The numbers of engines that are requested while a group does not form, in usual and in busy
+campaigns."""
 _NUM_WEIGHTS = BROKEN_WEIGHTS
 """The number of weights that load."""
 
@@ -60,7 +64,7 @@ class Moment:
 
 def draw_moment(random: Random, mix: Mix, at: float) -> Moment:
     """Draws a moment that begins at about `at`."""
-    weights = [weight for weight, _ in _MOMENTS]
+    weights = [weights[mix.is_busy] for weights, _ in _MOMENTS]
     [(_, drawn)] = random.choices(_MOMENTS, weights)
     moment = drawn(random, mix, at)
     if len(moment.operations) > 1 and random.random() < _STEP_SHARE:
@@ -143,17 +147,20 @@ def _draw_late_group(random: Random, mix: Mix, at: float) -> Moment:
         random.choice((trigger, trigger, None)),
         changing=random.random() < 0.5,
     )
-    numbers = random.choice(((3,), (4,), (1, 3), (2, 3), (2, 4), (1, 2), (2, 1, 3), (3, 4)))
+    numbers = random.choice(_REVERSALS if mix.is_busy else _GROUP_SIZES)
     later_s = random.choice((0.3, 2.0, 2.0, 6.0)) * (0.5 + random.random())
     operations = [Operation(at + i * later_s, "scale", n) for i, n in enumerate(numbers)]
-    match random.choice(("led", "led", "lost", "taken over", "taken over")):
+    ends = ("led", "lost") if mix.is_busy else ("led", "led", "lost")
+    match random.choice((*ends, "taken over", "taken over")):
         case "lost":
             lost_at = at + random.choice((0.3, 1.0, 4.0)) * (0.5 + random.random())
             loss, after = draw_loss_of_leader(random, mix, lost_at)
             return Moment([fault, loss], [*operations, *after])
         case "taken over":  # the group waits, and a successor gets the next request
             kind = random.choice(mix.among(MANAGERS))
-            trigger = AtMessage(random.choice(("detach", "join", GROUP_RECOVERY[0])), 1)
+            steps = ("detach", "join", GROUP_RECOVERY[0])
+            more = ("detach", "detach") if mix.is_busy else ()
+            trigger = AtMessage(random.choice((*steps, *more)), 1)
             loss = Fault(kind, at, random.randrange(12), draw_time(random), trigger)
             if random.random() < 0.7:
                 operations[-1] = replace(operations[-1], at=at + 0.01, trigger=trigger)
@@ -285,7 +292,8 @@ def _draw_succession(random: Random, mix: Mix, at: float) -> Moment:
     if mix.expert:
         return _draw_late_group(random, mix, at)
     pause_s = random.choice((0.2, 0.4, 0.8)) * (0.5 + random.random())
-    number, first = random.choice((3, 5, 6, 7)), random.randrange(_NUM_WEIGHTS)
+    numbers = (5, 8, 10, 12) if mix.is_busy else (3, 5, 6, 7)
+    number, first = random.choice(numbers), random.randrange(_NUM_WEIGHTS)
     operations = [
         Operation(
             at + index * pause_s,
@@ -312,22 +320,22 @@ def _draw_succession(random: Random, mix: Mix, at: float) -> Moment:
     return Moment(faults, operations)
 
 
-_MOMENTS: tuple[tuple[int, Callable[[Random, Mix, float], Moment]], ...] = (
-    (4, _draw_trouble),
-    (5, _draw_change),
-    (7, _draw_both),
-    (3, _draw_reversal),
-    (4, _draw_late_group),
-    (5, _draw_leaderless),
-    (5, _draw_flurry),
-    (2, _draw_without_storage),
-    (3, _draw_flap),
-    (3, _draw_notice),
-    (2, _draw_turns),
-    (4, _draw_slow_steps),
-    (5, _draw_succession),
+_MOMENTS: tuple[tuple[tuple[int, int], Callable[[Random, Mix, float], Moment]], ...] = (
+    ((4, 1), _draw_trouble),
+    ((5, 1), _draw_change),
+    ((7, 8), _draw_both),
+    ((3, 8), _draw_reversal),
+    ((4, 8), _draw_late_group),
+    ((5, 10), _draw_leaderless),
+    ((5, 8), _draw_flurry),
+    ((2, 1), _draw_without_storage),
+    ((3, 2), _draw_flap),
+    ((3, 3), _draw_notice),
+    ((2, 2), _draw_turns),
+    ((4, 4), _draw_slow_steps),
+    ((5, 8), _draw_succession),
 )
-"""The moments with their weights."""
+"""The moments with their weights, in usual and in busy campaigns."""
 
 
 assert len(HOSTS) > 2, "a partial cut leaves a way through a third host"

@@ -394,6 +394,12 @@ BUGS = {
     "coordinator: it knows the versions of one ingress only": Bug(
         Subscribers, "versions", _of_the_first, campaigns=True
     ),
+    "coordinator: a recovery begins no epoch": Bug(
+        CoordinatorStateMachine,
+        "recover",
+        lambda right, self, epoch, hellos, now: right(self, epoch - 1, hellos, now),
+        campaigns=True,
+    ),
     "coordinator: whose repair is not heard of stays out": Bug(
         CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
     ),
