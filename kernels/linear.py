@@ -30,6 +30,14 @@ class PackedTensor:
     out_features: int
     in_features: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
     def unpack(self) -> Tensor:
         """Returns the weight [out, in], from panels of any number of outputs."""
         return (

@@ -341,7 +341,7 @@ class Worker:
         self.draft_model = NO_DRAFT_MODEL
         self._stores.close()
         self.mesh = self.model = self.pooler = self.runner = None
-        self._offload = self._block_files = None
+        self._offload = self._block_files = self._routes = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -54,8 +54,11 @@ def available_memory_bytes(root: Path = ROOT) -> int:
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
             limit = memory_limit(root)
-            left = free if limit is None else min(free, limit.available_bytes)
-            return max(0, left - promised_bytes(root))
+            promised = promised_bytes(root)
+            free -= promised.of_all
+            if limit is not None:
+                free = min(free, limit.available_bytes - promised.of_group)
+            return max(0, free)
     raise RuntimeError("/proc/meminfo has no MemAvailable; set cache.memory_bytes")
 
 

@@ -46,8 +46,13 @@ def pack(weight: Tensor, exact: bool = False) -> Weight:
     outs, size = weight.shape
     if weight.dtype == torch.float32:
         return PackedTensor(_in_panels(weight), outs, size)
-    pairs = functional.pad(weight, (0, size % 2)).contiguous().view(torch.int32)
-    data = _in_panels(pairs).view(torch.bfloat16).unflatten(2, (PANEL, 2))
+    if size % 2 or weight.storage_offset() % 2:  # a copy is needed to read pairs
+        weight = functional.pad(weight, (0, size % 2))
+    data = (
+        _in_panels(weight.contiguous().view(torch.int32))
+        .view(torch.bfloat16)
+        .unflatten(2, (PANEL, 2))
+    )
     return PackedTensor(data, outs, size)
 
 

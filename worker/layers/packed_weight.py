@@ -45,7 +45,11 @@ def pack_weights(model: HoldsTensors, exact: bool = False) -> None:
             by_weight[id(module.weight)].append(module)
         elif isinstance(module, Packable):
             module.pack(exact)
-    for first, *others in by_weight.values():
-        first.pack(exact)
-        for module in others:
-            module.replace(first.weight)
+    for sharing in by_weight.values():
+        for module in sharing:
+            module.pack(exact)
+            if isinstance(packed := module.weight, PackedTensor):
+                for other in sharing:
+                    if other.weight is not packed:
+                        other.replace(packed)
+                break

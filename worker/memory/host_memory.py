@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.promised_memory import announce
+
+_log = StructuredLogger("worker")
 
 _ALIGNMENT_BYTES = 64
 """A cache line: vector instructions need no more."""
@@ -51,6 +54,12 @@ def _map(num_bytes: int) -> Tensor:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    announcement = announce(tensor.data_ptr(), num_bytes)
-    weakref.finalize(memory, os.close, announcement)
+    try:
+        announcement = announce(tensor.data_ptr(), num_bytes)
+    except OSError as error:
+        _log.warning(
+            "workers that start later may take the memory of this cache, too", error=str(error)
+        )
+    else:
+        weakref.finalize(memory, os.close, announcement)
     return tensor

@@ -135,11 +135,13 @@ def materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     for path, module in causal.named_modules():
         for name, old in module._parameters.items():
-            if old is not None:
-                data = real(old, f"{path}.{name}")
-                made[id(old)] = new = nn.Parameter(data, requires_grad=False)
+            if old is None:
+                continue
+            new = real(old, f"{path}.{name}")
+            if not isinstance(new, nn.Parameter):  # of the first module that has it
+                made[id(old)] = new = nn.Parameter(new, requires_grad=False)
                 setattr(new, INITIALIZED, True)
-                module._parameters[name] = new
+            module._parameters[name] = new
         for name, old in module._buffers.items():
             if old is None:
                 continue

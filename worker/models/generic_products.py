@@ -7,22 +7,50 @@ is loaded, unless the model reads the weight elsewhere, too.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from swell.kernels.linear import PackedTensor, Weight, embedding, linear
 from swell.worker.layers.packed_weight import PackedWeight
 
 
-class _Watched(PackedWeight):
-    """Knows whether its weight was read otherwise than by its own product or lookup."""
+class _ObservedWeight(Tensor):
+    """A weight that calls `on_read` if any operation reads it; its type and its device may be
+    read."""
 
+    on_read: Callable[[], None]
+
+    @classmethod
+    def of(cls, weight: Tensor, on_read: Callable[[], None]) -> _ObservedWeight:
+        observed = weight.detach().as_subclass(cls)
+        observed.__dict__["on_read"] = on_read
+        return observed
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _MAY_BE_READ:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _ObservedWeight):
+                    leaf.on_read()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_MAY_BE_READ = (Tensor.dtype.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
+"""Attributes that `PackedTensor` has, too."""
+
+
+class _Watched(PackedWeight):
+    """Knows whether its weight is read otherwise than by its own product or lookup."""
+
+    _is_watched = False
     _is_read = False
-    _is_plain = False
 
     @classmethod
     def of(cls, module: nn.Module) -> Self:
@@ -31,25 +59,26 @@ class _Watched(PackedWeight):
         made.__dict__.update(module.__dict__)
         return made
 
-    def watch(self) -> None:
-        self._is_read = False
+    def watch(self, *, begins: bool) -> None:
+        self._is_watched = begins
 
-    def was_read(self) -> bool:
-        """Whether the weight was read since the last call of `watch`."""
+    @property
+    def is_read(self) -> bool:
         return self._is_read
 
     def keep_plain(self) -> None:
         """Never packs the weight."""
-        self._is_plain = True
+        self._is_read = True
 
     def pack(self, exact: bool) -> None:
-        if not self._is_plain:
+        if not self._is_read:
             super().pack(exact)
 
     def __getattr__(self, name: str) -> Any:  # for parameters
-        if name == "weight":
-            self.__dict__["_is_read"] = True
-        return super().__getattr__(name)
+        found: Any = super().__getattr__(name)
+        if name != "weight" or not self._is_watched:
+            return found
+        return _ObservedWeight.of(found, self.keep_plain)
 
     def _own_weight(self) -> Weight:
         weight: Weight | None = self._parameters.get("weight")
@@ -77,14 +106,17 @@ def use_kernels(model: nn.Module) -> None:
     replacements: dict[nn.Module, nn.Module] = {each: _Linear.of(each) for each in linears}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
-            own = type(module)
-            # The forward of a subclass may call that of `nn.Embedding` and scale its result.
-            kind: type[_Embedding] = type(own.__name__, (own, _Embedding), {})
-            replacements[module] = kind.of(module)
+            replacements[module] = _embedding_class(type(module)).of(module)
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child in replacements:
                 parent._modules[name] = replacements[child]
+
+
+def _embedding_class(own: type[nn.Embedding]) -> type[_Embedding]:
+    """Returns the class that replaces `own`, whose forward may scale the result of that of
+    `nn.Embedding`."""
+    return _Embedding if own is nn.Embedding else type(own.__name__, (own, _Embedding), {})
 
 
 @contextmanager
@@ -95,9 +127,10 @@ def packing_unless_read(modules: Iterable[nn.Module]) -> Iterator[None]:
     for module in modules:
         if isinstance(module, _Watched):
             by_weight[id(module._parameters["weight"])].append(module)
-            module.watch()
+            module.watch(begins=True)
     yield
     for sharing in by_weight.values():
-        if any(module.was_read() for module in sharing):
-            for module in sharing:
+        for module in sharing:
+            module.watch(begins=False)
+            if any(each.is_read for each in sharing):
                 module.keep_plain()

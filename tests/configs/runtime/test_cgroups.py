@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from swell.configs.runtime.cgroups import CpuQuota, MemoryLimit, cpu_quota, memory_limit
 from swell.configs.runtime.process import available_cores, available_memory_bytes
-from swell.configs.runtime.promised_memory import promised_bytes
+from swell.configs.runtime.promised_memory import Promised, promised_bytes
 
 GIB = 2**30
 V1_NO_LIMIT = "9223372036854771712"
@@ -74,26 +74,32 @@ def test_a_machine_without_cgroups_has_the_limits_of_the_kernel(machine: Machine
 
 
 def test_memory_that_workers_will_write_is_not_available(machine: Machine) -> None:
-    """Two processes have announced four and three pages, and have written two and one of them. One
-    more process cannot be read, and its announcement counts whole."""
+    """Two processes have announced four and three pages, and have written two and one of them. The
+    page map of another one cannot be read, and its announcement counts whole. One more has given
+    its memory back already. The limit of a control group is that of its own processes."""
     page = os.sysconf("SC_PAGE_SIZE")
     present, swapped, neither = 1 << 63 | 77, 1 << 62, 1 << 55
 
-    def announce(process: str, first: int, pages: int, page_map: list[int]) -> None:
+    def announce(process: str, first: int, pages: int, page_map: list[int] | None) -> None:
         folder = machine.root / "proc" / process
         (folder / "fd").mkdir(parents=True)
         (folder / "fd/0").symlink_to("/dev/null")
         limits = f"{first * page:x}-{(first + pages) * page:x}"
         (folder / "fd/5").symlink_to(f"/memfd:swell-memory:{limits} (deleted)")
-        if page_map:
+        (folder / "cgroup").write_text("0::/other\n" if process == "12" else "0::/\n")
+        if page_map is not None:
             (folder / "pagemap").write_bytes(struct.pack(f"<{len(page_map)}Q", *page_map))
 
     announce("7", 2, 4, [present, present, swapped, neither, present, 0, present, present])
     announce("12", 1, 3, [0, present, 0, 0])
-    announce("31", 0, 5, [])
+    announce("31", 0, 5, None)
+    announce("32", 0, 5, [])
     (machine.root / "proc/99").mkdir()
-    assert promised_bytes(machine.root) == (2 + 2 + 5) * page
+    machine.v2("/")
+    assert promised_bytes(machine.root) == Promised(9 * page, 7 * page)
     assert available_memory_bytes(machine.root) == 32 * GIB - 9 * page
+    machine.v2_memory("", str(4 * GIB), 3 * GIB)
+    assert available_memory_bytes(machine.root) == GIB - 7 * page
 
 
 def test_limits_of_a_cgroup_v2_container(machine: Machine) -> None:

@@ -29,7 +29,7 @@ class Scaled(nn.Embedding):
     """An embedding as that of Gemma 3."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 3
+        return super().forward(ids) * torch.tensor(3).to(self.weight.dtype)
 
 
 class Body(nn.Module):
@@ -71,14 +71,33 @@ def test_weights_that_only_their_products_read_are_packed() -> None:
     assert len(calls) == 3
 
 
+def loaded(folder: Path, family: str, backend: str, dtype: torch.dtype) -> Any:
+    tiny_models.make(folder, family)
+    config = ModelConfig(path=str(folder), backend=backend, max_model_len=MAX_TOKENS)
+    mesh = Mesh.build(ParallelConfig(), 0)
+    model = build_model(config, load_config(config), mesh, "cpu", dtype)
+    load_weights(model, config)
+    pack_weights(model)
+    return model
+
+
+@packs
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [("llama-tied", "native"), ("llama-tied", "transformers"), ("gemma3", "transformers")],
+)
+def test_a_tied_head_is_packed_once(tmp_path: Path, family: str, backend: str) -> None:
+    model = loaded(tmp_path, family, backend, torch.float32)
+    if backend == "native":
+        embedding, head = model.embed, model.head
+    else:
+        embedding, head = model.base.get_input_embeddings(), model.head.get_output_embeddings()
+    assert isinstance(head.weight, PackedTensor) and head.weight is embedding.weight
+
+
 @pytest.fixture(params=["llama", "gemma3", "gemma2", "phi3", "gpt_neox"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    tiny_models.make(tmp_path, request.param)
-    config = ModelConfig(path=str(tmp_path), backend="transformers", max_model_len=MAX_TOKENS)
-    mesh = Mesh.build(ParallelConfig(), 0)
-    made: Any = build_model(config, load_config(config), mesh, "cpu", torch.bfloat16)
-    load_weights(made, config)
-    pack_weights(made)
+    made = loaded(tmp_path, request.param, "transformers", torch.bfloat16)
     for layer in made.attention_layers():
         shape = (2 * MAX_TOKENS // BLOCK_TOKENS, layer.kv_heads, BLOCK_TOKENS, layer.head_dim)
         layer.bind_cache(*(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(2)))
