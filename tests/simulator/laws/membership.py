@@ -126,7 +126,8 @@ class MembershipWatch:
                 self._heard.add(key)
             bound_s = _SILENT_S if key in self._heard else _UNHEARD_S
             is_silent = not own.alive or own.stopped or net.is_cut(own.host, process.host)
-            if self._is_over(("silent", *key), bound_s, holds=is_silent):
+            # An engine that runs for a moment between two looks is heard.
+            if self._is_over(("silent", *key, own.stops), bound_s, holds=is_silent):
                 self._break(f"{own.name} is silent, and is in the roster")
 
     def _look_at_repaired(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
