@@ -38,6 +38,15 @@ class PackedTensor:
     def device(self) -> torch.device:
         return self.data.device
 
+    @staticmethod
+    def shape(outs: int, size: int, panel: int, dtype: torch.dtype) -> tuple[int, ...]:
+        """Returns the shape of `data` for a weight [outs, size] of the backend `cpu`, with `panel`
+        outputs per panel."""
+        panels = -(-outs // panel)
+        return (
+            (panels, -(-size // 2), panel, 2) if dtype == torch.bfloat16 else (panels, size, panel)
+        )
+
     def unpack(self) -> Tensor:
         """Returns the weight [out, in], from panels of any number of outputs."""
         return (
@@ -48,13 +57,6 @@ class PackedTensor:
 
 
 Weight = Tensor | PackedTensor
-
-
-def packed_shape(outs: int, size: int, panel: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns the shape of `PackedTensor.data` for a weight [outs, size] of the backend `cpu`, with
-    `panel` outputs per panel."""
-    panels = -(-outs // panel)
-    return (panels, -(-size // 2), panel, 2) if dtype == torch.bfloat16 else (panels, size, panel)
 
 
 def pack(weight: Tensor, exact: bool = False) -> Weight:

@@ -7,6 +7,7 @@ import torch
 
 from swell.configs.schema import Config
 from swell.worker.drafting.draft_model import NoDraftModel
+from swell.worker.layers.moe import MoE
 from swell.worker.memory import kv_cache
 from swell.worker.model_interfaces import Model, moe_layers
 from swell.worker.moe.experts import max_share_bytes
@@ -71,8 +72,8 @@ def _exchange_bytes(config: Config, model: Model, dtype: torch.dtype, free: int)
     if not layers:
         return 0
     engines, tokens = config.cluster.max_engines, config.scheduler.max_tokens_per_step
-    per_token = max(layer.hidden + layer.traits.top_k * (1 + 2 * layer.hidden) for layer in layers)
-    exchange_bytes = _GROUPS_BYTES + engines * tokens * per_token * dtype.itemsize
+    exchange_bytes = _GROUPS_BYTES
+    exchange_bytes += engines * tokens * max(_bytes_per_token(layer, dtype) for layer in layers)
     if exchange_bytes > free:
         raise ValueError(
             f"the exchange of tokens between cluster.max_engines={engines} engines, with "
@@ -80,3 +81,12 @@ def _exchange_bytes(config: Config, model: Model, dtype: torch.dtype, free: int)
             f"but only {free} are free; lower cluster.max_engines or scheduler.max_tokens_per_step"
         )
     return exchange_bytes
+
+
+def _bytes_per_token(layer: MoE, dtype: torch.dtype) -> int:
+    """Returns the memory of one token in a layer whose experts engines share: the token and its
+    sum, its choices with their weights, and for each choice the expert's output, and its inner
+    values or a copy of the output."""
+    chosen, hidden, inner = layer.traits.top_k, layer.hidden, layer.traits.size
+    elements = 2 * hidden + chosen * (3 + hidden + max(hidden, inner))
+    return elements * dtype.itemsize + chosen * torch.int64.itemsize

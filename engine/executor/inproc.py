@@ -239,7 +239,8 @@ class InprocExecutor(Executor):
                 )
             self._call_all("load")
             if parallel.expert:
-                self._store = self._threads[0].call("open_store").result()
+                limit_s = self._config.cluster.start_timeout_s
+                self._store = self._threads[0].call("open_store").result(limit_s)
             progress("forming groups")
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")

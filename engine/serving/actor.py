@@ -154,6 +154,8 @@ class EngineActor:
             partial(find, self._coordinator, cluster.stall_timeout_s),
             version=self._version,
         )
+        if self._stopping:  # `stop` found no server
+            self._server.stop()
         self._status, self._served = "serving", threading.Event()
         run = partial(self._run, self._server)
         self._thread = threading.Thread(target=run, name="swell-engine", daemon=True)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels.linear import packed_shape
+from swell.kernels.linear import PackedTensor
 from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
@@ -105,7 +105,7 @@ def test_an_unpacked_weight_is_the_weight(dtype, outs, width, monkeypatch):
     if width is not None:
         monkeypatch.setattr(module, "PANEL", width)
     packed = module.pack(weight)
-    assert packed.data.shape == packed_shape(outs, 9, module.panel(), dtype)
+    assert packed.data.shape == PackedTensor.shape(outs, 9, module.panel(), dtype)
     assert torch.equal(packed.unpack(), weight)
 
 

@@ -16,7 +16,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL
 from swell.worker.layers.moe import ExpertTraits, MoE
 
-STEP_TOKENS, HIDDEN, TOP_K = 512, 64, 4
+STEP_TOKENS, HIDDEN, TOP_K, INNER = 512, 64, 4, 96
 GPU = torch.device("cuda", 0)
 FREE = 16 * 1024**3
 
@@ -25,7 +25,7 @@ class TinyModel:
     """One attention layer, and one layer of experts."""
 
     def __init__(self) -> None:
-        traits = ExpertTraits(8, 32, TOP_K, True, True, ("w1", "w3", "w2"))
+        traits = ExpertTraits(8, INNER, TOP_K, True, True, ("w1", "w3", "w2"))
         mesh = Mesh.build(ParallelConfig(expert=True), 0)
         self._moe = MoE(HIDDEN, traits, mesh).to(torch.bfloat16)
 
@@ -56,9 +56,10 @@ def blocks(config: Config, free: int = FREE) -> int:
 
 
 def exchanged_bytes(engines: int) -> int:
-    """Tokens and choices of all engines, and the outputs of their experts before and after they are
-    sorted by token."""
-    return engines * STEP_TOKENS * 2 * (HIDDEN + TOP_K + 2 * TOP_K * HIDDEN)
+    """Tokens and sums of all engines, their choices with weights and places, and the inner values
+    and outputs of their experts."""
+    elements = 2 * HIDDEN + TOP_K * (3 + HIDDEN + INNER)
+    return engines * STEP_TOKENS * (2 * elements + 8 * TOP_K)
 
 
 @pytest.mark.parametrize("data", [1, 4])

@@ -119,7 +119,7 @@ class GpuMemory:
         graph_bytes = GRAPH_BYTES if self._is_shared else 0
         return MemoryUse(
             limit_bytes=int(total * self._share),
-            outside_bytes=min(outside_bytes, CONTEXT_BYTES) if self._is_shared else outside_bytes,
+            outside_bytes=CONTEXT_BYTES if self._is_shared else outside_bytes,
             free_bytes=free,
             reserved_bytes=reserved_bytes,
             peak_bytes=peak_bytes,

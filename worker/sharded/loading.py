@@ -25,7 +25,7 @@ from swell.configs.files.sharded_index import (
 )
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
-from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, packed_shape, panel
+from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_interfaces import HasMesh
@@ -152,7 +152,9 @@ def _check_tensor(file: TensorFile, name: str, state: StateTensor, index: Sharde
                 f"does not support ({INDEX_NAME} has packing={packing}, this version has the "
                 f"order {LAYOUT_VERSION}); {AGAIN}"
             )
-        shape = packed if shape == packed_shape(*packed, packing.panel, stored.dtype) else shape
+        shape = (
+            packed if shape == PackedTensor.shape(*packed, packing.panel, stored.dtype) else shape
+        )
     if shape != expected or stored.dtype != target.dtype:
         raise ValueError(
             f"tensor {name!r} in {str(file.path)!r} is {list(shape)} {stored.dtype}, but the model "

@@ -243,21 +243,11 @@ class Fleet:
         without them. An engine that dies meanwhile is removed."""
         try:
             with self.transition(handles):
-                earlier = await self._find_earlier(handles)
-                refused = await self._coordinator.join([each.member for each in handles], earlier)
+                ended = {self.ended[each.rank] for each in handles if each.rank in self.ended}
+                refused = await self._coordinator.join([each.member for each in handles], ended)
         except Exception as error:
             return {handle.rank: error for handle in handles}
         return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}
-
-    async def _find_earlier(self, handles: list[EngineHandle]) -> list[int]:
-        """Returns the incarnations that had the ranks of these engines before them. A coordinator
-        that restarts lists every engine that reports to it, also one that is about to end, or that
-        an earlier manager has ended. Those that this manager has ended are included if the
-        coordinator does not list them: its successor may do so before the engines join."""
-        roster = (await self._coordinator.view()).roster
-        listed = {member.incarnation for each in handles if (member := roster.find(each.rank))}
-        ended = {self.ended[each.rank] for each in handles if each.rank in self.ended}
-        return sorted((listed | ended) - {each.member.incarnation for each in handles})
 
     @contextlib.contextmanager
     def transition(self, handles: list[EngineHandle]) -> Iterator[None]:

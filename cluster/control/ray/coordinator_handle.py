@@ -10,7 +10,7 @@ is killed; then the same applies."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
 from swell.cluster.control.ray.actor_errors import (
@@ -107,15 +107,26 @@ class CoordinatorHandle:
         await self._refresh_contact()
         return result
 
-    async def join(self, members: list[Member], earlier: list[int]) -> dict[int, str]:
-        """Add members, and remove `earlier` incarnations of their ranks. Returns when each one is
-        in the roster or has been refused: why, by rank. If the coordinator is lost meanwhile, they
-        join its successor. Raises `ActorError` if another engine has one of the ranks. Like all
-        methods that change the roster, raises NotLeading if a manager other than this one leads."""
+    async def join(self, members: list[Member], ended: Collection[int]) -> dict[int, str]:
+        """Add members, and remove earlier incarnations of their ranks: those that the coordinator
+        lists, and `ended`, which it may list later. Returns when each member is in the roster or
+        has been refused: why, by rank. If the coordinator is lost meanwhile, they join its
+        successor. Like all methods that change the roster, raises NotLeading if a manager other
+        than this one leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
-        result: JoinResult = await self._call_successors(
-            lambda: self._send("join", members, limit_s, self._manager_id(), earlier), limit_s
-        )
+        own = {member.incarnation for member in members}
+
+        async def join_now() -> JoinResult:
+            # A coordinator that restarts lists every engine that reports to it, also one that is
+            # about to end, or that an earlier manager has ended.
+            roster = (await self.view()).roster
+            listed = {found.incarnation for rank in ranks if (found := roster.find(rank))}
+            earlier = sorted((listed | {*ended}) - own)
+            joining = self._send("join", members, limit_s, self._manager_id(), earlier)
+            result: JoinResult = await joining
+            return result
+
+        result = await self._call_successors(join_now, limit_s)
         joined = [rank for rank in ranks if rank not in result.refused]
         self._log.info("joined", epoch=result.roster.epoch, ranks=joined, refused=result.refused)
         return result.refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ class FakeCoordinator:
             pass
         return await self.membership()
 
-    async def join(self, members: list[Member], earlier: list[int]) -> dict[int, str]:
+    async def join(self, members: list[Member], ended: Collection[int]) -> dict[int, str]:
         ranks = [member.rank for member in members]
         self._lost.clear()
         await asyncio.sleep(self.group_s)

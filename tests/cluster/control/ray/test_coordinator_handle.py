@@ -12,8 +12,9 @@ from swell.cluster.control.ray.actor_errors import ActorDied
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.manager_state import ManagerId
-from swell.coordinator.roster import Roster
+from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import JoinResult
+from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.wire import ClusterView
 from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
 from tests.cluster.control.ray.fake_ray import FakeRay
@@ -181,11 +182,16 @@ class LostActor(FakeRay):
         super().__init__()
         self.called: list[str] = []
 
-    async def _answer(self, actor: str, method: str, _args: tuple[Any, ...]) -> JoinResult:
-        assert method == "join"
-        self.called.append(actor)
+    async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        if method == "view":
+            self.called.append(actor)
         if actor == "lost":
             raise ActorDied("its node is gone")
+        if method == "view":
+            listed = Member(1, ChannelAddress("m", "i", "t"), incarnation=31)
+            return ClusterView(Roster(6, (listed,)))
+        assert method == "join"
+        self.earlier = args[-1]
         return JoinResult(Roster(7), {})
 
 
@@ -195,15 +201,17 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
         config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
         handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "lost"
-        joining = asyncio.create_task(handle.join([], []))
+        new = Member(1, ChannelAddress("m", "i", "t"), incarnation=32)
+        joining = asyncio.create_task(handle.join([new], [30, 32]))
         await asyncio.sleep(10.0)
         handle._actor = "found"
         assert await joining == {}
         assert ray.called[-1] == "found" and 3 < len(ray.called) < 8
+        assert ray.earlier == [30, 31]
 
         handle._actor = "lost"
         with pytest.raises(ActorDied):
-            await handle.join([], [])
+            await handle.join([new], [])
 
     loop = VirtualTimeLoop()
     try:
