@@ -6,6 +6,7 @@ enlarges it only if it needs more than those before. Each graph also keeps its r
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from swell.configs.schema import load
 from swell.kernels import backends
 from swell.kernels.host.dispatch_mode import DispatchMode
+from swell.worker.memory import gpu_memory
 from swell.worker.memory.gpu_memory import GpuMemory
 from swell.worker.memory.profile_run import LargestSteps
 from swell.worker.wire import GroupPlan
@@ -46,11 +48,20 @@ class LargestTensor(DispatchMode):
         return result
 
 
+@pytest.fixture(autouse=True)
+def older_objects_are_kept() -> Iterator[None]:
+    """Collecting all objects of a long test process takes seconds."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class GraphGpu(FakeGpu):
     """A card with the memory of captures."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, graphs: FixedGraphs) -> None:
         super().__init__(monkeypatch, weights=GIB, other=GIB)
+        monkeypatch.setattr(gpu_memory, "collect_frozen", gc.collect)
         self._capture = graphs.capture
         self._graphs: WeakKeyDictionary[FixedGraph, tuple[int, int]] = WeakKeyDictionary()
         """Graph -> the bytes that it needs in the pool, and those that it keeps."""
