@@ -105,8 +105,8 @@ class Memory(ABC):
             self.write_signals(rank, 1)
 
     def write_signals(self, rank: int, arrived: int) -> None:
-        """Writes the signals for which a block of this member may wait. A block also sets a signal
-        at its own member, which nobody else may write."""
+        """Writes the signals for which a block of this member may wait. Each block sets one signal
+        at its own member. This method never writes that one."""
         for member, pad in enumerate(self.pads):
             if member != rank:
                 pad[:, rank] = 0

@@ -37,8 +37,8 @@ def test_the_status_names_the_coordinator_that_has_answered() -> None:
 
 def test_the_next_manager_drains_an_engine_that_joined_while_others_were_silent() -> None:
     """The manager starts while one engine is stopped and another one loads. The other engine joins
-    the restarted coordinator before the manager has all answers. It serves a request, and its
-    version is no longer the target."""
+    the restarted coordinator before the manager has all answers. It serves a request, and runs an
+    older version than the target."""
     faults = Fault("stop", 7.35, 1, 6.8, changing=True), Fault("kill-control", 11.2, 7)
     operations = (
         Operation(3.6, "upgrade", 1),
