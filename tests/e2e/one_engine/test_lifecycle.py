@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -236,10 +238,14 @@ _salts = map(str, itertools.count())
 
 
 def stream(
-    cluster: Cluster, tokens: int, results: list, until: threading.Event | None = None
+    cluster: Cluster,
+    tokens: int,
+    results: list,
+    until: threading.Event | None = None,
+    rank: int | None = None,
 ) -> threading.Thread:
     """Streams a greedy answer in a thread and appends its ids to `results`; repeats this until
-    `until` is set, if given."""
+    `until` is set, if given. `rank` chooses the engine."""
 
     def read() -> None:
         read_one()
@@ -255,6 +261,7 @@ def stream(
             "ignore_eos": True,
             "stream": True,
             "return_token_ids": True,
+            "data_parallel_rank": rank,
             "cache_salt": next(_salts),  # with a common prefix all would be routed to one engine
         }
         ids: list[int] = []
@@ -303,6 +310,37 @@ def wait_for_work(cluster: Cluster, rank: int) -> None:
 def resubmitted(cluster: Cluster) -> float:
     text = cluster.get("/metrics").text
     return float(re.search(r"^swell_resubmitted_requests_total (\S+)", text, re.M).group(1))
+
+
+def wait_for_moves(cluster: Cluster, moved: float) -> None:
+    """Waits until more than `moved` requests were moved to another engine."""
+    deadline = time.monotonic() + SOON_S
+    while resubmitted(cluster) <= moved:
+        assert time.monotonic() < deadline, "no request was moved"
+        time.sleep(0.02)
+
+
+@contextlib.contextmanager
+def suspended_in_an_answer(
+    cluster: Cluster, engine: dict, answers: list[list[int]]
+) -> Iterator[None]:
+    """Suspends an engine while it generates a long answer, which is appended to `answers`."""
+    try:
+        for attempt in range(100):
+            thread = stream(cluster, LONG_TOKENS, answers, rank=engine["rank"])
+            wait_for_answers(answers, attempt + 1)
+            os.kill(engine["pid"], signal.SIGSTOP)
+            thread.join(timeout=1)  # an answer that ended before the signal arrives meanwhile
+            if thread.is_alive():
+                break
+            os.kill(engine["pid"], signal.SIGCONT)
+        else:
+            raise AssertionError("every answer ended before the engine was suspended")
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine["pid"], signal.SIGCONT)
+    thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +400,7 @@ def test_a_stopped_coordinator_is_restarted(cluster, undisturbed):
 
 
 def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster, undisturbed):
-    long, results = list[list[int]](), list[list[int]]()
+    long, held, results = list[list[int]](), list[list[int]](), list[list[int]]()
     before = wait_for_engines(cluster, 1)
     moved = resubmitted(cluster)
     streams = [stream(cluster, LONG_TOKENS, long) for _ in range(4)]
@@ -371,19 +409,21 @@ def test_the_cluster_grows_and_shrinks_while_answers_stream(cluster, undisturbed
     assert grown["epoch"] > before["epoch"]
     shrunk = threading.Event()
     streams += [stream(cluster, TOKENS, results, until=shrunk) for _ in range(16)]
+    newest = max(grown["engines"], key=lambda engine: engine["rank"])
     try:
-        wait_for_work(cluster, max(engine["rank"] for engine in grown["engines"]))
-        body = {"engines": 1, "drain_timeout_s": 0}
-        assert cluster.post("/admin/scale", body).status_code == 202
+        wait_for_work(cluster, newest["rank"])
+        with suspended_in_an_answer(cluster, newest, held):
+            body = {"engines": 1, "drain_timeout_s": 0}
+            assert cluster.post("/admin/scale", body).status_code == 202
+            wait_for_moves(cluster, moved)
         wait_for_engines(cluster, 1)
     finally:
         shrunk.set()
     for thread in streams:
         thread.join()
     assert len(results) >= 16 and all(ids == undisturbed for ids in results)
-    assert [len(ids) for ids in long] == [LONG_TOKENS] * 4
-    assert all(ids == long[0] for ids in long) and long[0][:TOKENS] == undisturbed
-    assert resubmitted(cluster) > moved, "the case under test"
+    assert len(long) == 4 and all(len(ids) == LONG_TOKENS for ids in long)
+    assert all(ids == long[0] for ids in long + held) and long[0][:TOKENS] == undisturbed
 
 
 def test_stored_responses_survive_the_manager_and_their_store_is_replaced(cluster):
