@@ -85,7 +85,7 @@ LIBRARIES: dict[str, list[str]] = {
     "triton": ["kernels/triton/*"],
     "transformers": [
         "cluster/text/tokens/tokenizer.py",
-        "worker/loader.py",
+        "worker/hf_config.py",
         "worker/models/generic*.py",
         "worker/models/text_part.py",
         "worker/sample/vocabulary.py",

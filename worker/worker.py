@@ -32,13 +32,9 @@ from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
+from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import (
-    LoadedWeights,
-    load_config,
-    load_weights,
-    resolve_dtype,
-)
+from swell.worker.loader import LoadedWeights, load_weights
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory import kv_cache
 from swell.worker.memory.block_files import BlockFiles

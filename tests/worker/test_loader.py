@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
-from swell.worker import loader
+from swell.worker.checkpoint import checkpoint, safetensors_files
 from swell.worker.comm.mesh import Mesh
-from swell.worker.loader import load_config, load_weights, max_positions, resolve_dtype
+from swell.worker.hf_config import load_config, max_positions, resolve_dtype
+from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 
@@ -58,7 +59,7 @@ def shards(folder: Path) -> None:
 def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the sizes of all reads from safetensors files, in elements."""
     sizes: list[int] = []
-    real = loader.safe_open
+    real = safetensors_files.safe_open
 
     class Slice:
         def __init__(self, inner: Any) -> None:
@@ -87,7 +88,7 @@ def elements_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def get_slice(self, name: str) -> Slice:
             return Slice(self.inner.get_slice(name))
 
-    monkeypatch.setattr(loader, "safe_open", File)
+    monkeypatch.setattr(safetensors_files, "safe_open", File)
     return sizes
 
 
@@ -117,11 +118,11 @@ def test_a_rank_reads_only_its_parameters(
 def test_the_bytes_in_flight_are_bounded(
     folder: Path, elements_read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 4096)
     model, config = build(folder, lone(1, 2))
     load_weights(model, config)
     assert max(elements_read) * 4 <= 4096
-    monkeypatch.setattr(loader, "CHUNK_BYTES", 1 << 30)
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1 << 30)
     again, config = build(folder, lone(1, 2))
     load_weights(again, config)
     for (name, a), b in zip(model.named_parameters(), again.parameters(), strict=True):

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
-from swell.worker.loader import load_config, load_weights
+from swell.worker.hf_config import load_config
+from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 

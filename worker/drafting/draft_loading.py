@@ -26,16 +26,10 @@ from swell.worker.drafting.eagle_model import (
 )
 from swell.worker.drafting.eagle_runner import EagleRunner
 from swell.worker.drafting.mtp_model import MtpModel
+from swell.worker.hf_config import load_config, max_positions, resolve_dtype
+from swell.worker.hf_config import max_model_len as max_length
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import (
-    checkpoint_names,
-    load_config,
-    load_weight_shards,
-    load_weights,
-    max_positions,
-    resolve_dtype,
-)
-from swell.worker.loader import max_model_len as max_length
+from swell.worker.loader import checkpoint_names, load_weight_shards, load_weights
 from swell.worker.model_interfaces import HasKVCache, Model, SupportsLayerTaps
 from swell.worker.models import build_model, resolve_ties
 from swell.worker.models.text_part import text_names

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from swell.configs.pooling import PoolingSpec
 from swell.configs.schema import Config, ModelConfig
-from swell.worker.loader import load_config
+from swell.worker.hf_config import load_config
 
 _MAY_DIFFER = {
     "_name_or_path",

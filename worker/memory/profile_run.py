@@ -14,7 +14,7 @@ import torch
 from swell.configs.drafts import BY_WORKERS
 from swell.configs.schema import Config
 from swell.worker.comm.mesh import Mesh
-from swell.worker.loader import max_model_len
+from swell.worker.hf_config import max_model_len
 from swell.worker.memory import kv_cache
 from swell.worker.memory.new_weights import ModelShape
 from swell.worker.model_interfaces import Model

@@ -79,7 +79,7 @@ def build_model(
     layout that is not supported, if engines should share experts but the model lacks them, or if
     the mesh is exact and the model cannot be computed exactly.
     """
-    from swell.worker.loader import max_model_len
+    from swell.worker.hf_config import max_model_len
 
     length = max_model_len(model_config, hf_config)
     kind = _kind(model_config, hf_config, pooling)

@@ -20,8 +20,8 @@ from swell.configs.schema import ConfigError, ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.layers.weight_shard import WeightShard, materialize
-from swell.worker.loader import HUB_FILES, load_weight_shards
-from swell.worker.model_folder import model_folder
+from swell.worker.loader import load_weight_shards
+from swell.worker.model_folder import WEIGHT_FILES, model_folder
 from swell.worker.model_interfaces import HasPositionTable, HasSegments, Model, PoolingModel
 from swell.worker.sampler_wire import Activation, PoolingParams
 
@@ -132,7 +132,7 @@ def load_pooler(
 ) -> Pooler:
     """Returns the pooler of `model`, with its weights loaded."""
     pooler = Pooler(spec, model)
-    pooler.load(model_folder(config.path, HUB_FILES), config, device, dtype)
+    pooler.load(model_folder(config.path, WEIGHT_FILES), config, device, dtype)
     return pooler
 
 

@@ -30,8 +30,9 @@ from swell.configs.files.sharded_index import (
 from swell.configs.schema import Config
 from swell.kernels.linear import Weight
 from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import load_config, load_experts, load_weights, resolve_dtype
+from swell.worker.loader import load_experts, load_weights
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pooling.pooler import read_model_pooling

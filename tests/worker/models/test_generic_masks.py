@@ -13,7 +13,7 @@ from transformers import masking_utils
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
-from swell.worker.loader import load_config
+from swell.worker.hf_config import load_config
 from swell.worker.models import build_model, generic_probe
 from swell.worker.models.generic_masks import UnsupportedMaskError, sliding_window_of
 from swell.worker.models.generic_probe import constant_weights, mixes_tokens

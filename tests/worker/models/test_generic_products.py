@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.linear import PackedTensor, pack
 from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config
 from swell.worker.layers.packed_weight import PackedWeight, pack_weights
-from swell.worker.loader import load_config, load_weights
+from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from swell.worker.models.generic_products import packing_unless_read, use_kernels
 from tests.worker import tiny_models

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.inputs import Inputs, Sizes
 from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import load_config, load_weights
+from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from swell.worker.models.generic import refuse_config
 from swell.worker.step.input_batch import InputBatch

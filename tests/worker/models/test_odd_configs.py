@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from swell.configs.schema import ModelConfig
-from swell.worker.loader import load_config
+from swell.worker.hf_config import load_config
 from tests.worker import tiny_models
 from tests.worker.models.test_models import MAX_TOKENS, check, refusal
 

@@ -15,7 +15,7 @@ from transformers import AutoConfig, Qwen3VLMoeTextConfig
 from transformers.core_model_loading import revert_weight_conversion
 
 from swell.configs.schema import ModelConfig
-from swell.worker.loader import load_config, resolve_dtype
+from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.memory.new_weights import ModelShape
 from swell.worker.models import NATIVE, architecture, backend_of
 from swell.worker.models.generic_build import auto_class, body_of, text_body

@@ -12,9 +12,9 @@ import torch
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config
 from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.weight_shard import materialize
-from swell.worker.loader import load_config
 from swell.worker.models import build_model
 from swell.worker.wire import GroupPlan
 from tests.worker import tiny_models

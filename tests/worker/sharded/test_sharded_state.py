@@ -20,8 +20,9 @@ from swell.configs.schema import Config, ModelConfig, ParallelConfig, load
 from swell.kernels import backends
 from swell.kernels.linear import LAYOUT_VERSION, panel
 from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import LoadedWeights, load_config, load_weights, resolve_dtype
+from swell.worker.loader import LoadedWeights, load_weights
 from swell.worker.models import build_model
 from swell.worker.sharded import atomic_folder as new_folders
 from swell.worker.sharded import saving

@@ -1,7 +1,8 @@
 """Refuses quantized checkpoints: their numbers are meaningless without their scales.
 
 A checkpoint can declare that it is quantized in config.json, in another file of its folder, or only
-by the types of its tensors; `refuse_quantized` checks the first two, `refuse_type` the third.
+by the types of its tensors; `refuse_quantized` checks the first two, the reader of safetensors
+files the third.
 """
 
 from __future__ import annotations
@@ -10,8 +11,6 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 
@@ -28,9 +27,6 @@ FILES = {
 """File in the folder of config.json -> the method whose tools write it."""
 
 METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
-FLOATS = {"F64", "F32", "F16", "BF16"}
-"""safetensors types that are not quantized."""
-
 WAY_OUT = "serve the checkpoint from which it was made, in bfloat16, float16 or float32"
 SHOWN_CHARS = 200
 
@@ -46,17 +42,6 @@ def refuse_quantized(path: str, hf_config: Any) -> None:
         raise ValueError(
             f"model {path!r} is quantized ({_method(where, value)}): {where}={_shown(value)} is "
             f"not supported; {WAY_OUT}. If its weights are not quantized, remove {where}"
-        )
-
-
-def refuse_type(name: str, stored: str, target: torch.dtype, path: Path) -> None:
-    """Raises `ValueError` unless values of the safetensors type `stored` can be converted to
-    `target`."""
-    if target.is_floating_point and stored not in FLOATS:
-        raise ValueError(
-            f"tensor {name!r} in {str(path)!r} has the type {stored}, but the model's parameter is "
-            f"a float ({', '.join(sorted(FLOATS))}): it is quantized, and its scales are not "
-            f"supported; {WAY_OUT}"
         )
 
 

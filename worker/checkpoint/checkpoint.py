@@ -1,0 +1,84 @@
+"""The tensors of a checkpoint, for any format of its files.
+
+A checkpoint has names, and a `StoredTensor` for each name. Only the requested part of a tensor is
+read; a tensor that is quantized is dequantized while it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+Index = tuple[slice | int, ...]
+"""A part of a tensor: one entry, a number or a slice of step 1, for each dimension."""
+
+CHUNK_BYTES = 64 * 1024 * 1024
+"""The largest part of a tensor that is read at a time: the memory that loading needs in addition to
+the parameters."""
+
+
+class StoredTensor(Protocol):
+    """One parameter of a model in a checkpoint, which may store it as several tensors."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole parameter. Raises `ValueError` if its file cannot be read."""
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the parameter, or most of it. Reading file by file is fastest."""
+
+    @property
+    def description(self) -> str:
+        """The parameter and its file, as the subject of an error."""
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        """Returns a part, of type `dtype`, on the CPU. Raises `ValueError` if the values cannot be
+        represented in this type, or if this part cannot be read separately."""
+
+
+class Checkpoint(Protocol):
+    """The parameters of one model folder or file."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all parameters."""
+
+    def tensor(self, name: str) -> StoredTensor:
+        """Returns one of `names`, without opening its file."""
+
+    def close(self) -> None:
+        """Closes the files. Tensors cannot be read afterwards."""
+
+
+class RenamedCheckpoint:
+    """Some parameters of a checkpoint under other names."""
+
+    def __init__(self, checkpoint: Checkpoint, names: Mapping[str, str]) -> None:
+        """`names`: new name -> name in `checkpoint`."""
+        self._checkpoint, self._names = checkpoint, names
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._names.keys()
+
+    def tensor(self, name: str) -> StoredTensor:
+        return self._checkpoint.tensor(self._names[name])
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class NoCheckpoint:
+    """The checkpoint of a model with random weights."""
+
+    names: Collection[str] = ()
+
+    def tensor(self, name: str) -> StoredTensor:
+        raise KeyError(name)
+
+    def close(self) -> None:
+        pass
