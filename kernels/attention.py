@@ -1,4 +1,6 @@
-"""Attention of one step's tokens over the paged KV cache.
+"""The paged KV cache: writes the keys and values of a step, and computes attention over it.
+
+    k_cache[s // block_tokens, :, s % block_tokens] = k[t]    for s = slot_mapping[t], v likewise
 
     s[t, h, j] = scale * q[t, h] . K[j, h // group]           (group = heads / kv_heads)
     s          = softcap * tanh(s / softcap)                  if softcap > 0
@@ -42,6 +44,18 @@ class AttentionMetadata(NamedTuple):
     # Whether the bits of a token's result must depend neither on the other rows nor on the chunks
     # in which its row is computed (see `swell.kernels.linear`)
     exact: bool = False
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Stores this step's K and V; the caches change in place.
+
+    k, v [T, kv_heads, head_dim]; caches [blocks, kv_heads, block_tokens, head_dim] of the same
+    type; slot_mapping [T] int64, each -1 or distinct and inside the cache. A token with -1 is
+    padding (see `swell.kernels.inputs`) and is not written.
+
+    Backends: reference, cpu, triton.
+    """
+    backends.get("attention", k.device.type).write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def paged_attention(

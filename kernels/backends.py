@@ -26,7 +26,6 @@ OPERATIONS = (
     "activation",
     "attention",
     "bitmask",
-    "cache",
     "inputs",
     "linear",
     "logprobs",

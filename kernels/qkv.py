@@ -3,7 +3,7 @@
 q, k, v = qkv                                      three parts, each by heads
 q, k    = rms_norm(q), rms_norm(k)                 if there are norms (`kernels/norm.py`)
 q, k    = apply_rope(q, k, cos, sin)               (`kernels/rope.py`)
-write_kv(k, v, k_cache, v_cache, slot_mapping)     (`kernels/cache.py`)
+write_kv(k, v, k_cache, v_cache, slot_mapping)     (`kernels/attention.py`)
 """
 
 from __future__ import annotations

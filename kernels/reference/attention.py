@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.attention import AttentionMetadata
+from swell.kernels.reference.padding import without_padding
 
 MAX_ELEMENTS = 1 << 25
 """The most elements of the scores, and of the gathered keys and values in float32, that exist at
@@ -24,6 +25,19 @@ class Scoring(NamedTuple):
     lookahead: int
     # [heads]
     sinks: Tensor | None
+
+
+def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """See `swell.kernels.attention.write_kv`."""
+    if not len(slot_mapping):
+        return
+    block_tokens = k_cache.shape[2]
+    source, slots, writes = without_padding(slot_mapping)
+    block, offset = slots // block_tokens, slots % block_tokens
+    for new, cache in ((k, k_cache), (v, v_cache)):
+        cache[block, :, offset] = torch.where(
+            writes[:, None, None], new[source], cache[block, :, offset]
+        )
 
 
 def paged_attention(

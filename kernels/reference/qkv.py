@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels.cache import write_kv
+from swell.kernels.attention import write_kv
 from swell.kernels.norm import rms_norm
 from swell.kernels.rope import apply_rope
 

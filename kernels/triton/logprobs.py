@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swell.kernels.logprobs import LogprobsTensors
 from swell.kernels.reference import logprobs as reference
-from swell.kernels.triton.keys import NO_KEY, key_of, token_of
+from swell.kernels.triton.sample.keys import NO_KEY, key_of, token_of
 
 BLOCK = 4096
 """Tokens of a split."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import logging
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -28,17 +29,8 @@ GPU_WITHOUT_COMPILER = (
     "os.environ.update(PATH='', CC='')"
 )
 """Lets a process have a GPU, and no compiler with which Triton could launch kernels."""
-HELPERS = {
-    "arena",
-    "attention_tiles",
-    "build",
-    "exact_attention",
-    "filters",
-    "graph",
-    "keys",
-    "padding",
-}
-"""Files of backends that implement no operation."""
+HELPERS = {"arena", "build", "graph", "padding"}
+"""Modules of backends that implement no operation."""
 
 
 @pytest.mark.parametrize("operation", backends.OPERATIONS)
@@ -61,8 +53,8 @@ def test_every_backend_file_has_an_interface():
     """Every backend file has an interface: the reference implements all operations, the others
     some."""
     for backend, lacks in (("reference", set()), ("cpu", LEFT_BY_CPU), ("triton", set())):
-        names = {path.stem for path in (ROOT / backend).glob("*.py")}
-        operations = names - {"__init__", *HELPERS}
+        modules = {module.name for module in pkgutil.iter_modules([str(ROOT / backend)])}
+        operations = modules - HELPERS
         assert operations == set(backends.OPERATIONS) - lacks
 
 
@@ -126,7 +118,7 @@ def test_without_a_compiler_one_line_is_logged_and_the_reference_is_used(tmp_pat
     program = (
         "import logging; logging.basicConfig(format='LOG %(message)s')\n"
         "from swell.kernels import backends\n"
-        "for name in ('attention', 'norm', 'cache'):\n"
+        "for name in ('attention', 'norm', 'rope'):\n"
         "    print(backends.get(name, 'cpu').__name__)\n"
     )
     environment = {"PATH": str(tmp_path), "SWELL_CACHE": str(tmp_path), "HOME": str(tmp_path)}
@@ -134,7 +126,7 @@ def test_without_a_compiler_one_line_is_logged_and_the_reference_is_used(tmp_pat
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [
-        f"swell.kernels.reference.{name}" for name in ("attention", "norm", "cache")
+        f"swell.kernels.reference.{name}" for name in ("attention", "norm", "rope")
     ]
     lines = [line for line in done.stderr.splitlines() if line.startswith("LOG")]
     assert len(lines) == 1

@@ -149,5 +149,5 @@ def test_write_kv(name, dtype, tokens, block_tokens):
     for t, slot in enumerate(slots.tolist()):
         wanted[0, slot // block_tokens, :, slot % block_tokens] = k[t]
         wanted[1, slot // block_tokens, :, slot % block_tokens] = v[t]
-    load_backend(name, "cache").write_kv(k, v, caches[0], caches[1], slots)
+    load_backend(name, "attention").write_kv(k, v, caches[0], caches[1], slots)
     assert torch.equal(caches, wanted)

@@ -120,7 +120,7 @@ def test_padding_changes_neither_cache_nor_attention(backend, poison, step, padd
 
     def run(bucket_tokens: int, bucket_rows: int, longest: int, context: int):
         caches, more = before.clone(), bucket_tokens - tokens
-        load_backend(backend, "cache").write_kv(
+        load_backend(backend, "attention").write_kv(
             padded(k, more, poison), padded(v, more, poison), *caches,
             inputs.slot_mapping[:bucket_tokens],
         )  # fmt: skip

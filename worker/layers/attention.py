@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from swell.kernels.attention import AttentionMetadata, paged_attention
-from swell.kernels.cache import write_kv
+from swell.kernels.attention import AttentionMetadata, paged_attention, write_kv
 
 
 class Attention(nn.Module):

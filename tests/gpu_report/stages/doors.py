@@ -58,10 +58,10 @@ def _qkv(qkv: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [q[:4], *caches]
 
 
-def _cache(cache: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+def _cache(attention: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     caches = [to(torch.zeros(3, 2, 4, 64)) for _ in range(2)]
     slots = to(torch.tensor([5, 0, 11, -1]))
-    cache.write_kv(to(_randn(4, 2, 64)), to(_randn(4, 2, 64)), *caches, slots)
+    attention.write_kv(to(_randn(4, 2, 64)), to(_randn(4, 2, 64)), *caches, slots)
     return caches
 
 
@@ -140,7 +140,7 @@ CASES: list[tuple[str, Case]] = [
     ("activation", _activation),
     ("rope", _rope),
     ("qkv", _qkv),
-    ("cache", _cache),
+    ("attention", _cache),
     ("attention", _attention),
     ("linear", _linear),
     ("linear", _argmax),

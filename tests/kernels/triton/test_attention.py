@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
-from swell.kernels.triton import attention
-from swell.kernels.triton.attention import paged_attention
+from swell.kernels.triton.attention import launch, paged_attention, splits
 from tests.kernels.test_paged_attention import Case, by_definition, close
 
 pytestmark = pytest.mark.slow
@@ -42,14 +41,14 @@ def launches(dtype: torch.dtype) -> Iterator[Tensor]:
 @pytest.fixture(autouse=True)
 def _few_programs(monkeypatch) -> None:
     """Limits the programs, which the interpreter runs one after the other."""
-    monkeypatch.setattr(attention, "PROGRAMS", 24)
+    monkeypatch.setattr(launch, "PROGRAMS", 24)
 
 
 @pytest.fixture(params=[1, 4], ids=["one split", "four splits"])
 def _splits(request, monkeypatch) -> None:
     """Lets a test compute with one split, and with more than there are tiles for most rows."""
-    monkeypatch.setattr(attention, "PROGRAMS", 4096)
-    monkeypatch.setattr(attention, "MAX_SPLITS", request.param)
+    monkeypatch.setattr(launch, "PROGRAMS", 4096)
+    monkeypatch.setattr(splits, "MAX_SPLITS", request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swell.kernels.triton.cache import write_kv
+from swell.kernels.triton.attention.cache import write_kv
 from tests.kernels.triton.oracle import TYPES
 
 pytestmark = pytest.mark.slow

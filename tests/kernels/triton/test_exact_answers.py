@@ -10,7 +10,8 @@ import pytest
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.kernels import backends
-from swell.kernels.triton import attention, exact_attention, linear
+from swell.kernels.triton import linear
+from swell.kernels.triton.attention import exact
 from tests.worker import tiny_models
 from tests.worker.step.test_buckets import make
 
@@ -26,9 +27,9 @@ def calls(monkeypatch) -> Iterator[Counter[str]]:
     """Lets CPU tensors be computed by the kernels for GPUs, with parts of one tile; counts calls of
     the exact ones."""
     found: Counter[str] = Counter()
-    attend, multiply = exact_attention.attend_exactly, linear._multiply
+    attend, multiply = exact.attend, linear._multiply
 
-    def attend_exactly(*args):
+    def counted_attend(*args):
         found["attention"] += 1
         return attend(*args)
 
@@ -36,8 +37,8 @@ def calls(monkeypatch) -> Iterator[Counter[str]]:
         found["products"] += 1
         return multiply(*args)
 
-    monkeypatch.setattr(exact_attention, "PART_TOKENS", 16)
-    monkeypatch.setattr(attention, "attend_exactly", attend_exactly)
+    monkeypatch.setattr(exact, "PART_TOKENS", 16)
+    monkeypatch.setattr(exact, "attend", counted_attend)
     monkeypatch.setattr(linear, "_multiply", counted_multiply)
     monkeypatch.setitem(backends.BACKENDS, "cpu", backends.BACKENDS["cuda"])
     backends.get.cache_clear()

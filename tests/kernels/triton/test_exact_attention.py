@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
-from swell.kernels.triton import exact_attention
-from swell.kernels.triton.attention import paged_attention
+from swell.kernels.triton.attention import exact, launch, paged_attention
 from tests.kernels.test_paged_attention import Case, by_definition, close
 from tests.kernels.triton.test_attention import _buffers_are_nan
 
@@ -29,13 +28,13 @@ of the next one. Its queries need two tiles."""
 def _small_parts(monkeypatch) -> None:
     """One tile of float32 in each of the first parts, so that short rows have parts of two
     sizes."""
-    monkeypatch.setattr(exact_attention, "PART_TOKENS", 16)
+    monkeypatch.setattr(exact, "PART_TOKENS", 16)
 
 
 @pytest.fixture(params=[0, 1 << 20], ids=["one program", "a program for each part"])
 def _programs(request, monkeypatch) -> None:
     """Lets one program compute all parts of a token, or one program each of them."""
-    monkeypatch.setattr(exact_attention, "PROGRAMS", request.param)
+    monkeypatch.setattr(launch, "PROGRAMS", request.param)
 
 
 def steps_of(case: Case, steps: list[tuple[int, int, int]], **options) -> list[Tensor]:
@@ -77,7 +76,7 @@ def whole(case: Case, **options) -> list[Tensor]:
 )
 def test_definition(options, dtype, monkeypatch):
     if dtype != torch.float32:
-        monkeypatch.setattr(exact_attention, "PART_TOKENS", 64)  # the size of a tile
+        monkeypatch.setattr(exact, "PART_TOKENS", 64)  # the size of a tile
     case = Case([(1, 100), (5, 40), (1, 1)], 4, 2, 32, dtype=dtype)
     full = {"window": 0, "softcap": 0.0, **options}
     for r, got in enumerate(whole(case, **options)):
@@ -99,9 +98,9 @@ def test_borders_of_parts(context):
 def test_the_number_of_parts(units):
     """16 parts of 1, 4, 16 and 64 units; the last one has all further positions."""
     ends = torch.tensor([size for size in (1, 4, 16, 64) for _ in range(16)]).cumsum(0)
-    fewer, most = int((ends < units).sum()), exact_attention.MAX_PARTS.value
+    fewer, most = int((ends < units).sum()), exact.MAX_PARTS.value
     for positions in (units * 16 - 15, units * 16):
-        assert exact_attention._count_parts(positions) == min(most, fewer + 1)
+        assert exact._count_parts(positions) == min(most, fewer + 1)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_a_token_has_the_same_bits_in_every_batch(options, monkeypatch):
     other places of their tiles; with a program for each part and with one for all."""
     case = Case([LONG, (3, 20), (1, 30), (1, 5)], 2, 1, 16)
     queries = LONG[0]
-    monkeypatch.setattr(exact_attention, "PROGRAMS", 0)
+    monkeypatch.setattr(launch, "PROGRAMS", 0)
     (wanted,) = steps_of(case, [(0, 0, queries)], **options)
     close(wanted, by_definition(case, 0, **{"window": 0, "softcap": 0.0, **options}), torch.float32)
 
@@ -123,7 +122,7 @@ def test_a_token_has_the_same_bits_in_every_batch(options, monkeypatch):
 
     check((0, 1), (1, 4), (4, queries))
     check((2, 9), others=((1, 0, 3), (2, 0, 1), (3, 0, 1)))
-    monkeypatch.setattr(exact_attention, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(launch, "PROGRAMS", 1 << 20)
     check((0, queries), (10, queries))
     check((5, 6), others=((1, 0, 3), (3, 0, 1)))
 
@@ -131,12 +130,12 @@ def test_a_token_has_the_same_bits_in_every_batch(options, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_types_have_the_same_bits_in_every_batch(dtype, monkeypatch):
     """With the largest group that shares a tile with other query tokens, and an odd head size."""
-    monkeypatch.setattr(exact_attention, "PART_TOKENS", 64)
+    monkeypatch.setattr(exact, "PART_TOKENS", 64)
     case = Case([(9, 140), (1, 70)], 3, 1, 40, dtype=dtype)
-    monkeypatch.setattr(exact_attention, "PROGRAMS", 0)
+    monkeypatch.setattr(launch, "PROGRAMS", 0)
     (wanted,) = steps_of(case, [(0, 0, 9)])
     for programs, tokens in ((0, (0, 5)), (1 << 20, (3, 8))):
-        monkeypatch.setattr(exact_attention, "PROGRAMS", programs)
+        monkeypatch.setattr(launch, "PROGRAMS", programs)
         for at in tokens:
             decoded = steps_of(case, [(1, 0, 1), (0, at, at + 1)])[1]
             assert torch.equal(decoded[0], wanted[at]), at
@@ -144,7 +143,7 @@ def test_16_bit_types_have_the_same_bits_in_every_batch(dtype, monkeypatch):
 
 def test_padding_may_be_anything(monkeypatch):
     """Tokens after the last row are padding, and so are rows without context."""
-    monkeypatch.setattr(exact_attention, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(launch, "PROGRAMS", 1 << 20)
     case = Case([(2, 100), (1, 40)], 2, 1, 16)
     (one, other) = whole(case)
     q, k_cache, v_cache, meta = case.paged([0, 1])

@@ -19,18 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
-from swell.kernels.reference.attention import Scoring
-from swell.kernels.triton.attention_tiles import (
-    LOG2_E,
-    PROGRAMS,
-    attend_tiles,
-    empty_sums,
-    keys_of,
-    load_queries,
-    most_lines,
-    power,
-)
+from swell.kernels.triton.attention import launch
+from swell.kernels.triton.attention.launch import Call, power
+from swell.kernels.triton.attention.tiles import LOG2_E, attend_tiles, empty_sums, load_queries
 
 PART_TOKENS = 256
 """Positions of each of the first parts."""
@@ -84,11 +75,11 @@ def _with_sinks(m, total, sinks, head, mask):
 @triton.jit(do_not_specialize=["tokens", "rows"])
 def _attend_parts(
     q, k_cache, v_cache, query_start, context_tokens, block_table, sinks, out, parts, largest, sums,
-    parts_of, tokens, rows, q_token_stride, q_head_stride, k_block_stride, v_block_stride,
-    table_stride, SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    LOOKAHEAD: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, PART_TOKENS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    tokens, rows, q_token_stride, q_head_stride, k_block_stride, v_block_stride, table_stride,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LOOKAHEAD: tl.constexpr,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, parts_of,
+    PART_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Shapes as in `paged_attention`. The third dimension of the grid is 1: a program computes all
     parts of its query block; or one program computes each part. Then parts [programs, T, heads,
@@ -156,39 +147,25 @@ def _add_parts(
     tl.store(out + vector[:, None] * DIM + column[None, :], acc / total[:, None], mask=inside)
 
 
-def attend_exactly(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, meta: AttentionMetadata, scoring: Scoring
-) -> Tensor:
-    """Returns [T, heads, head_dim] for T > 0; see `swell.kernels.attention.paged_attention`."""
-    scale, window, softcap, lookahead, sinks = scoring
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    tokens, heads, head_dim = q.shape
-    rows, kv_heads, block_dim = len(meta.context_tokens), k_cache.shape[1], power(head_dim)
-    group = heads // kv_heads
-    block_m = max(power(group), most_lines(q.dtype, block_dim))
-    query_blocks = tokens // (block_m // group) + rows
-    programs = _count_parts(meta.block_table.shape[1] * k_cache.shape[2])
-    is_too_large = programs * q.numel() * 4 > MAX_PARTS_BYTES
-    if is_too_large or query_blocks * kv_heads * 2 > PROGRAMS:
+def attend(call: Call, out: Tensor) -> None:
+    """Sets out [T, heads, head_dim]."""
+    tokens, heads, head_dim = out.shape
+    block_m = max(power(call.group), call.most_lines)
+    programs = _count_parts(call.meta.block_table.shape[1] * call.k_cache.shape[2])
+    is_too_large = programs * out.numel() * 4 > MAX_PARTS_BYTES
+    if is_too_large or call.programs(block_m) * 2 > launch.PROGRAMS:
         programs = 1
-    divided = programs if programs > 1 else 0
-    parts = q.new_empty(divided, tokens, heads, head_dim, dtype=torch.float32)
-    largest, sums = q.new_empty(2, divided, tokens, heads, dtype=torch.float32)
-    parts_of = q.new_empty(2, tokens, dtype=torch.int32)
-    _attend_parts[(query_blocks, kv_heads, programs)](
-        q, k_cache, v_cache, meta.query_start, meta.context_tokens, meta.block_table, sinks, out,
-        parts, largest, sums, parts_of, tokens, rows, q.stride(0), q.stride(1), k_cache.stride(0),
-        v_cache.stride(0), meta.block_table.stride(0), scale, window or WHOLE_ROW, softcap,
-        lookahead, kv_heads, group, head_dim, k_cache.shape[2], PART_TOKENS, block_m,
-        BLOCK_N=keys_of(q.dtype, block_m, block_dim), BLOCK_DIM=block_dim,
-        num_warps=8, num_stages=1 if block_dim > 128 else 2, enable_fp_fusion=False,
+    buffers = call.buffers(programs)
+    parts_of = out.new_empty(2, tokens, dtype=torch.int32)
+    call.launch(
+        _attend_parts, out, buffers, block_m, programs, parts_of=parts_of, PART_TOKENS=PART_TOKENS,
+        num_warps=8, num_stages=1 if call.block_dim > 128 else 2, enable_fp_fusion=False,
     )  # fmt: skip
-    if divided:
+    if programs > 1:
         _add_parts[(tokens * heads,)](
-            parts, largest, sums, parts_of, sinks, out, tokens, heads, head_dim, block_dim,
+            *buffers, parts_of, call.scoring.sinks, out, tokens, heads, head_dim, call.block_dim,
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out
 
 
 def _count_parts(positions: int) -> int:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from swell.kernels.reference import sample as reference
 from swell.kernels.triton import TYPES
-from swell.kernels.triton.filters import least_key, weights_of
-from swell.kernels.triton.keys import NO_KEY, key_of, logit_of, token_of
+from swell.kernels.triton.sample.filters import least_key, weights_of
+from swell.kernels.triton.sample.keys import NO_KEY, key_of, logit_of, token_of
 
 BLOCK = 4096
 """Tokens of a split."""

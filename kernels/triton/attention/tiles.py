@@ -1,4 +1,4 @@
-"""The tiles of paged attention, which `attention.py` and `exact_attention.py` share.
+"""The tiles of paged attention, which `splits.py` and `exact.py` share.
 
 A program computes BLOCK_Q query tokens of one row for all heads of one KV head, as one matrix of
 BLOCK_M = BLOCK_Q * group lines, over tiles of BLOCK_N keys. It keeps the largest score m, the total
@@ -10,13 +10,9 @@ query blocks query_start[r] // BLOCK_Q + r and following ones. A few blocks are 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 512
-"""The number of programs up to which the keys of a query block are divided among programs: about
-four for each multiprocessor of an H100."""
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -103,20 +99,3 @@ def empty_sums(BLOCK_M: tl.constexpr, BLOCK_DIM: tl.constexpr):
     """Returns m, total and acc without keys."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     return m, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_DIM], tl.float32)
-
-
-def most_lines(dtype: torch.dtype, block_dim: int) -> int:
-    """Returns the most lines of a program, unless a group has more heads."""
-    return 16 if dtype == torch.float32 or block_dim > 128 else 64
-
-
-def power(size: int) -> int:
-    """Returns the power of two that is not below a size, at least 16: a product needs that."""
-    return max(16, triton.next_power_of_2(size))
-
-
-def keys_of(dtype: torch.dtype, block_m: int, block_dim: int) -> int:
-    """Returns the number of keys of a tile: as many as fit into the registers of a program."""
-    if dtype == torch.float32:
-        return 16
-    return 32 if block_dim > 128 or block_m * block_dim > 64 * 64 else 64

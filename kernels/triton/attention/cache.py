@@ -26,7 +26,7 @@ def _write_kv(
 
 
 def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """See `swell.kernels.cache.write_kv`."""
+    """See `swell.kernels.attention.write_kv`."""
     assert k.dtype == v.dtype == k_cache.dtype == v_cache.dtype
     assert k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from swell.kernels.triton.keys import logit_of, order_of, ordered_key
+from swell.kernels.triton.sample.keys import logit_of, order_of, ordered_key
 
 EXP_UNDERFLOW = tl.constexpr(-87.0)
 """(logit - max) / temperature below which a token is never sampled."""

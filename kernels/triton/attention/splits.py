@@ -7,32 +7,19 @@ BLOCK_M = BLOCK_Q * group lines, over one of SPLITS parts of the positions to wh
                       first                                 end
                             split 0               split 1
 
-With one split, out = acc / total (see `attention_tiles.py`); with more, a second kernel merges the
-splits. A split without work has m = -inf. Exact attention divides the positions in another way:
-`exact_attention.py`.
+With one split, out = acc / total (see `tiles.py`); with more, a second kernel merges the splits. A
+split without work has m = -inf. Exact attention divides the positions in another way: `exact.py`.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import MAX_HEAD_DIM, WHOLE_ROW, AttentionMetadata
-from swell.kernels.reference import attention as reference
-from swell.kernels.triton import TYPES
-from swell.kernels.triton.attention_tiles import (
-    LOG2_E,
-    PROGRAMS,
-    attend_tiles,
-    empty_sums,
-    keys_of,
-    load_queries,
-    most_lines,
-    power,
-)
-from swell.kernels.triton.exact_attention import attend_exactly
+from swell.kernels.triton.attention import launch
+from swell.kernels.triton.attention.launch import Call, power
+from swell.kernels.triton.attention.tiles import LOG2_E, attend_tiles, empty_sums, load_queries
 
 MAX_SPLITS = 32
 
@@ -43,7 +30,7 @@ def _attend(
     tokens, rows, q_token_stride, q_head_stride, k_block_stride, v_block_stride, table_stride,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, LOOKAHEAD: tl.constexpr,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_DIM: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Shapes as in `paged_attention`; parts [SPLITS, T, heads, DIM], largest and sums
     [SPLITS, T, heads] float32."""
@@ -103,56 +90,18 @@ def _merge(
     tl.store(out + vector * DIM + column, merged, mask=column < DIM)
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    meta: AttentionMetadata,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    lookahead: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """See `swell.kernels.attention.paged_attention`."""
-    tokens, heads, head_dim = q.shape
-    is_computed = q.dtype in TYPES and q.dtype == k_cache.dtype == v_cache.dtype
-    if not is_computed or head_dim > MAX_HEAD_DIM:
-        return reference.paged_attention(
-            q, k_cache, v_cache, meta,
-            scale=scale, window=window, softcap=softcap, lookahead=lookahead, sinks=sinks,
-        )  # fmt: skip
-    assert k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
-    assert meta.block_table.stride(1) == 1
-    q = q if q.stride(2) == 1 else q.contiguous()
-    out = torch.empty(tokens, heads, head_dim, dtype=q.dtype, device=q.device)
-    rows, kv_heads, block_dim = len(meta.context_tokens), k_cache.shape[1], power(head_dim)
-    if not tokens:
-        return out
-    if meta.exact:
-        scoring = reference.Scoring(scale, window, softcap, lookahead, sinks)
-        return attend_exactly(q, k_cache, v_cache, meta, scoring)
-    group = heads // kv_heads
+def attend(call: Call, out: Tensor) -> None:
+    """Sets out [T, heads, head_dim]."""
+    tokens, heads, head_dim = out.shape
+    rows, group = len(call.meta.context_tokens), call.group
     # More query tokens for each row need larger tiles.
-    most = most_lines(q.dtype, block_dim)
-    block_m = max(power(group), min(most, power(triton.cdiv(tokens, rows) * group)))
-    query_blocks = tokens // (block_m // group) + rows
-    most_splits = max(1, min(MAX_SPLITS, PROGRAMS // (query_blocks * kv_heads)))
+    lines = power(triton.cdiv(tokens, rows) * group)
+    block_m = max(power(group), min(call.most_lines, lines))
+    most_splits = max(1, min(MAX_SPLITS, launch.PROGRAMS // call.programs(block_m)))
     splits = 1 << most_splits.bit_length() - 1  # a power of two
-    merged = splits if splits > 1 else 0
-    parts = q.new_empty(merged, tokens, heads, head_dim, dtype=torch.float32)
-    largest, sums = q.new_empty(2, merged, tokens, heads, dtype=torch.float32)
-    _attend[(query_blocks, kv_heads, splits)](
-        q, k_cache, v_cache, meta.query_start, meta.context_tokens, meta.block_table, sinks, out,
-        parts, largest, sums, tokens, rows, q.stride(0), q.stride(1), k_cache.stride(0),
-        v_cache.stride(0), meta.block_table.stride(0), scale, window or WHOLE_ROW, softcap,
-        lookahead, kv_heads, group, head_dim, k_cache.shape[2], splits, block_m,
-        BLOCK_N=keys_of(q.dtype, block_m, block_dim), BLOCK_DIM=block_dim,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    if merged:
+    buffers = call.buffers(splits)
+    call.launch(_attend, out, buffers, block_m, splits, SPLITS=splits, num_warps=4, num_stages=2)
+    if splits > 1:
         _merge[(tokens * heads,)](
-            parts, largest, sums, out, tokens * heads, head_dim, splits, block_dim, num_warps=4
+            *buffers, out, tokens * heads, head_dim, splits, call.block_dim, num_warps=4
         )
-    return out
