@@ -105,7 +105,7 @@ class ClusterManager:
             await self._coordinator.open()
             found = await self._coordinator.membership()
             self._view = found.view
-            previous = await self._checkpoints.load_previous(found.manager_state.desired)
+            previous = await self._checkpoints.take_over(found.manager_state.desired)
             is_paused = self._view.reports.state == "paused"
             self._state = control_state.take_over(
                 self._state, previous, is_paused=is_paused, limits=self._limits

@@ -40,6 +40,8 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     """The versions of the engines."""
     drains: tuple[DrainRecord, ...] = ()
     """Drains of leaving engines."""
+    is_claim: bool = False
+    """The manager has taken over and has not written a state yet: that of the one before counts."""
 
     def with_age(self, term: int, number: int) -> ClusterCheckpoint:
         """Returns the same state, with another age."""

@@ -15,6 +15,7 @@ import msgspec
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.ray.ray_port import RayPort
+from swell.coordinator.manager_state import DesiredState
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
 T = TypeVar("T")
@@ -27,7 +28,10 @@ class CheckpointStore:
     """The checkpoint of one application, for one of its managers. Methods raise `GcsUnavailable`.
 
     Each manager that takes over writes under its own numbered key, and the key with the highest
-    number counts. So a late write of an earlier manager does not replace anything.
+    number counts. So a late write of an earlier manager does not replace anything. A manager first
+    claims its number, then reads the state of its predecessor, and deletes that only after it has
+    written its own. A predecessor that still leads after its write knows that the successor reads
+    it.
     """
 
     def __init__(self, namespace: str, cluster_id: str, ray: RayPort) -> None:
@@ -35,39 +39,55 @@ class CheckpointStore:
         self._ray = ray
         self._key = namespace.encode()
         self._checkpoint = b""
-        """Name of the key under which this manager writes; empty before `take_over`."""
+        """Name of the key under which this manager writes; empty before `claim`."""
+        self._earlier: list[bytes] = []
+        """Keys of earlier managers, to delete once this manager has written its state."""
 
     async def read(self) -> ClusterCheckpoint:
-        """Returns the checkpoint of the manager that took over last; an empty one if there is
+        """Returns the state that the manager that wrote last has left; an empty one if there is
         none."""
-        while keys := await self._checkpoint_keys():
-            raw = await self._ray.kv_get(keys[-1])
-            if raw is not None:  # else a successor has just removed the key
-                return msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
+        for key in reversed(await self._checkpoint_keys()):
+            checkpoint = await self._read_key(key)
+            if checkpoint is None:  # a successor has written its own state and removed the key
+                return await self.read()
+            if not checkpoint.is_claim:
+                return checkpoint
         return ClusterCheckpoint()
 
-    async def take_over(self, checkpoint: ClusterCheckpoint) -> ClusterCheckpoint:
-        """Write the checkpoint as that of the newest manager and return it with its new term. The
-        term is greater than every stored one and than that of `checkpoint`, the greatest known from
-        elsewhere."""
+    async def owner(self) -> str:
+        """Returns the manager that took over last; empty: none has."""
+        while keys := await self._checkpoint_keys():
+            if (checkpoint := await self._read_key(keys[-1])) is not None:
+                return checkpoint.desired.owner
+        return ""
+
+    async def claim(self, owner: str, known_term: int) -> int:
+        """Take over. Returns the term, which is greater than every stored one and than
+        `known_term`, the greatest known from elsewhere. From now on `read` returns what the
+        predecessor has written, and it accepts no more changes."""
         is_ours = False
         while not is_ours:
-            earlier = await self._checkpoint_keys()
-            last = _number(earlier[-1]) if earlier else 0
-            term, number = checkpoint.desired.age
-            taken = checkpoint.with_age(max(last, term) + 1, number)
-            name = _checkpoint_name(taken.desired.term)
-            raw = msgspec.msgpack.encode(taken)
+            self._earlier = await self._checkpoint_keys()
+            last = _number(self._earlier[-1]) if self._earlier else 0
+            term = max(last, known_term) + 1
+            name, desired = _checkpoint_name(term), DesiredState(owner=owner, term=term)
+            raw = msgspec.msgpack.encode(ClusterCheckpoint(desired, is_claim=True))
             is_ours = await self._ray.kv_put(self._name(name), raw, overwrite=False)
         self._checkpoint = name
-        for key in earlier:
-            await self._ray.kv_delete(key)
-        return taken
+        return term
+
+    async def _read_key(self, key: bytes) -> ClusterCheckpoint | None:
+        raw = await self._ray.kv_get(key)
+        return None if raw is None else msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
-        """Replace this manager's checkpoint. Requires `take_over`."""
+        """Replace this manager's checkpoint. Requires `claim`. The first call deletes those of
+        earlier managers."""
         assert self._checkpoint, "a manager must take over first"
         await self._put(self._checkpoint, checkpoint)
+        while self._earlier:
+            await self._ray.kv_delete(self._earlier[-1])
+            self._earlier.pop()
 
     async def _checkpoint_keys(self) -> list[bytes]:
         """Returns the keys in ascending order: the last one counts."""

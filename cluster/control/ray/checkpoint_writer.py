@@ -38,7 +38,6 @@ class CheckpointWriter:
         """The newest checkpoint that this manager has made."""
         self._saved = ClusterCheckpoint()
         """The stored checkpoint."""
-        self._has_taken_over = False
         self._is_saving = False
         """`save_until_written` is running."""
         self._write_lock = asyncio.Lock()
@@ -48,11 +47,13 @@ class CheckpointWriter:
         """When the store is tried again. Both times are by the clock of the event loop."""
         self._log = StructuredLogger("cluster.checkpoints")
 
-    async def load_previous(self, kept: DesiredState) -> ClusterCheckpoint:
-        """Returns the state that the previous manager left; an empty checkpoint if its
-        configuration was a different one. If its checkpoint is missing or older than `kept`, the
-        state that coordinator and engines of this configuration keep, then `kept` counts. If
-        `parallel.data` has changed, it is the new target, because it is the newest request."""
+    async def take_over(self, kept: DesiredState) -> ClusterCheckpoint:
+        """Take over leadership. Returns the state that the previous manager left; an empty
+        checkpoint if its configuration was a different one. If its checkpoint is missing or older
+        than `kept`, the state that coordinator and engines of this configuration keep, then `kept`
+        counts. If `parallel.data` has changed, it is the new target, because it is the newest
+        request."""
+        term = await self._store.claim(self.owner, kept.term)
         previous = await self._store.read()
         if previous.cluster_id != self._store.cluster_id:
             previous = ClusterCheckpoint()
@@ -60,7 +61,7 @@ class CheckpointWriter:
             age = previous.desired.age
             self._log.warning("checkpoint is missing or older", kept=kept.age, age=age)
             previous = replace(previous, cluster_id=self._store.cluster_id, desired=kept)
-        self._newest = ClusterCheckpoint().with_age(*previous.desired.age)
+        self._newest = ClusterCheckpoint().with_age(term, previous.desired.number)
         if previous.desired.data in (0, self._data):
             return previous
         return replace(previous, desired=replace(previous.desired, target=self._data))
@@ -100,7 +101,7 @@ class CheckpointWriter:
     async def _read_owner(self) -> str | None:
         """Returns the owner of the checkpoint; None: the store does not answer."""
         try:
-            owner = (await self._store.read()).desired.owner
+            owner = await self._store.owner()
         except Exception as error:
             self._on_silence(error)
             return None
@@ -146,19 +147,17 @@ class CheckpointWriter:
         return self._newest
 
     async def save(self, checkpoint: ClusterCheckpoint) -> bool:
-        """Store the checkpoint so that it survives the manager. The first call takes over
-        leadership. Later calls return False, without writing, if another manager leads."""
+        """Store the checkpoint so that it survives the manager. Requires `take_over`. Returns False
+        if another manager leads, without writing if it leads already. One that takes over during
+        the write may or may not have read the checkpoint; one that takes over later reads it."""
         async with self._write_lock:
-            if self._has_taken_over and not await self.is_leader():
-                return False
-            if not self._has_taken_over:
-                self._saved = await self._store.take_over(checkpoint)
-                number = self._newest.desired.number
-                self._newest = self._newest.with_age(self._saved.desired.term, number)
-                self._has_taken_over = True
-            elif checkpoint != self._saved:
+            if checkpoint != self._saved:
+                if not await self.is_leader():
+                    return False
                 await self._store.write(checkpoint)
-                self._saved = checkpoint
+            if await self._store.owner() != self.owner:
+                return False
+            self._saved = checkpoint
             return True
 
     async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:

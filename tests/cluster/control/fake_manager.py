@@ -27,7 +27,7 @@ from swell.cluster.control.plan.versions import UpgradeStage, Version
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.configs.schema import load
 from swell.coordinator import roster
-from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
+from swell.coordinator.manager_state import DesiredState, ManagerId, ManagerState, NotLeading
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.state_machine import StalledEngine
@@ -491,34 +491,43 @@ class FakePlacement:
 
 class FakeCheckpointStore:
     """A fake `CheckpointStore`. It outlives all managers, and those of one application share its
-    page."""
+    page: the newest state, and the newest claim."""
 
     def __init__(self, cluster_id: str, page: list[ClusterCheckpoint] | None = None) -> None:
         self.cluster_id = cluster_id
-        self.page = [ClusterCheckpoint()] if page is None else page
+        self.page = [ClusterCheckpoint(), ClusterCheckpoint()] if page is None else page
         self.away = False
         self.hangs = False
 
-    async def read(self) -> ClusterCheckpoint:
+    async def _answer(self) -> None:
         await asyncio.sleep(10.0 if self.hangs else CHECKPOINT_S)
         if self.away:
             raise TimeoutError
+
+    async def read(self) -> ClusterCheckpoint:
+        await self._answer()
         return self.page[0]
+
+    async def owner(self) -> str:
+        await self._answer()
+        return self.page[1].desired.owner
 
     async def write(self, note: ClusterCheckpoint) -> None:
         await asyncio.sleep(CHECKPOINT_S)
         if self.away:
             raise TimeoutError
-        self.page[0] = note
+        if self.page[1].desired.owner == note.desired.owner:
+            self.page[0] = note
 
-    async def take_over(self, note: ClusterCheckpoint) -> ClusterCheckpoint:
-        term, number = note.desired.age
-        taken = note.with_age(max(term, self.page[0].desired.term) + 1, number)
-        await self.write(taken)
-        return taken
+    async def claim(self, owner: str, known_term: int) -> int:
+        await self._answer()
+        term = max(known_term, *(each.desired.term for each in self.page)) + 1
+        self.page[1] = ClusterCheckpoint(DesiredState(owner, term=term))
+        return term
 
     async def clear(self) -> None:
-        await self.write(ClusterCheckpoint())
+        await self._answer()
+        self.page[:] = ClusterCheckpoint(), ClusterCheckpoint()
 
 
 class VirtualRuntime(ThreadRuntime):

@@ -195,7 +195,7 @@ async def _not_read(right: Any, self: Any, reports: Any) -> None: ...
 
 
 async def _unsaved(right: Any, self: Any) -> None:
-    if not self._checkpoints._has_taken_over:
+    if not self._checkpoints._saved.cluster_id:
         await right(self)
 
 

@@ -116,9 +116,9 @@ def test_an_old_manager_starts_no_engines_next_to_the_new_one() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         old, engine = harness.manager, harness.placement.alive[0]
-        await FakeCheckpointStore("another", harness.checkpoints.page).write(
-            ClusterCheckpoint(DesiredState("other", 1), "another")
-        )
+        other = FakeCheckpointStore("another", harness.checkpoints.page)
+        await other.claim("other", 0)
+        await other.write(ClusterCheckpoint(DesiredState("other", 1), "another"))
         harness.placement.kill_engine(0)
         await asyncio.sleep(100)
         assert harness.placement.ranks_of_event("start") == [[0]]

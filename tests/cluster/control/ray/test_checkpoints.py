@@ -49,6 +49,11 @@ async def save(manager: CheckpointWriter, target: int) -> bool:
     )
 
 
+async def begin(manager: CheckpointWriter, target: int) -> bool:
+    await manager.take_over(DesiredState())
+    return await save(manager, target)
+
+
 async def newest(ray: FakeRay) -> ClusterCheckpoint:
     return await CheckpointStore("swell-app", CLUSTER_ID, ray).read()
 
@@ -67,11 +72,10 @@ def run() -> Callable[[Scenario], None]:
 def test_the_most_recent_manager_leads(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
-        assert (
-            await first.load_previous(DesiredState())
-        ).desired.target == 0 and await first.is_leader()
+        assert (await first.take_over(DesiredState())).desired.target == 0
+        assert await first.is_leader()
         assert await save(first, 2) and await save(first, 3)
-        assert (await second.load_previous(DesiredState())).desired.target == 3
+        assert (await second.take_over(DesiredState())).desired.target == 3
         assert await save(second, 4)
         assert await second.is_leader() and not await first.is_leader()
         assert not await save(first, 5)
@@ -87,13 +91,13 @@ def test_the_most_recent_manager_leads(run) -> None:
 def test_a_write_of_an_earlier_manager_that_arrives_late_changes_nothing(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
-        await save(first, 2)
+        await begin(first, 2)
         ray.holds = True
         late = asyncio.create_task(save(first, 3))
         await ray.held.wait()
-        await save(second, 5)
+        await begin(second, 5)
         ray.arrive.set()
-        await late
+        assert not await late
         assert (await newest(ray)).desired.target == 5
         assert await second.is_leader() and not await first.is_leader()
 
@@ -103,7 +107,7 @@ def test_a_write_of_an_earlier_manager_that_arrives_late_changes_nothing(run) ->
 def test_concurrent_takeovers_have_one_leader(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         managers = [writer(ray) for _ in range(5)]
-        await asyncio.gather(*(save(manager, n) for n, manager in enumerate(managers, 1)))
+        await asyncio.gather(*(begin(manager, n) for n, manager in enumerate(managers, 1)))
         leads = [await manager.is_leader() for manager in managers]
         assert leads.count(True) == 1
         assert (await newest(ray)).desired.target == leads.index(True) + 1
@@ -114,8 +118,9 @@ def test_concurrent_takeovers_have_one_leader(run) -> None:
 def test_applications_are_separate_and_deleted_completely(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         manager, other = writer(ray), CheckpointStore("swell-app-2", CLUSTER_ID, ray)
-        await save(manager, 2)
-        await other.take_over(ClusterCheckpoint(DesiredState(target=7)))
+        await begin(manager, 2)
+        await other.claim("other", 0)
+        await other.write(ClusterCheckpoint(DesiredState(target=7)))
         await manager.clear()
         assert await newest(ray) == ClusterCheckpoint() and (await other.read()).desired.target == 7
 

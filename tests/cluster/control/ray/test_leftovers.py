@@ -212,14 +212,14 @@ def test_the_store_is_polled_with_growing_delays() -> None:
     async def scenario() -> None:
         store, config = FakeCheckpointStore("configuration"), load({"model": {"path": "m"}})
         store.away, reads = True, 0
-        read = store.read
+        owner = store.owner
 
-        async def counted() -> Any:
+        async def counted() -> str:
             nonlocal reads
             reads += 1
-            return await read()
+            return await owner()
 
-        store.read = counted  # type: ignore[method-assign]
+        store.owner = counted  # type: ignore[method-assign]
         writer = CheckpointWriter(store, config, ThreadRuntime())  # type: ignore[arg-type]
         confirming = asyncio.create_task(writer.confirm_leader())
         await asyncio.sleep(600)
