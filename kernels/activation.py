@@ -1,5 +1,5 @@
 """Activations of the feed-forward block: gated (Shazeer 2020, arXiv:2002.05202: SwiGLU, GEGLU), and
-GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415)."""
+GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415); and the scale of embeddings."""
 
 from __future__ import annotations
 
@@ -31,3 +31,20 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     `gelu` is rounded to the input's type before the product. Backends: reference, cpu, triton.
     """
     return backends.get("activation", gate_up.device.type).gelu_and_mul(gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up as in `gelu_and_mul`, with the approximation
+    gelu(x) = x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2.
+
+    Backends: reference, cpu, triton.
+    """
+    return backends.get("activation", gate_up.device.type).gelu_tanh_and_mul(gate_up)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """x [..., size] * factor, which is rounded to x's type -> new tensor.
+
+    Backends: reference, cpu, triton.
+    """
+    return backends.get("activation", x.device.type).scale(x, factor)

@@ -229,6 +229,8 @@ def _read(tensor: StoredTensor, needed: WeightShard, report: _LoadProgress) -> N
         )
     for target, index in _chunks(shard):
         target.copy_(tensor.read(index, target.dtype))
+        if shard.offset:
+            target += shard.offset
         report.add(target.nbytes)
 
 

@@ -20,6 +20,12 @@ SWELL_INLINE v8 gelu(v8 x) {
   return x < zero ? rest : x - rest;
 }
 
+// x * (1 + tanh(u)) / 2 = x / (1 + exp(-2u)) with u = sqrt(2 / pi) * (x + 0.044715 * x^3)
+SWELL_INLINE v8 gelu_tanh(v8 x) {
+  const v8 u = splat(0.79788456080286536f) * (x + splat(0.044715f) * (x * x * x));
+  return x / (splat(1.0f) + vexp(u * splat(-2.0f)));
+}
+
 template <typename T, v8 (*ACT)(v8)>
 void act(const T* x, T* out, int64_t rows, int64_t size) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
@@ -69,5 +75,30 @@ void run(const ActivationArgs* a) {
 }  // namespace
 
 SWELL_API void swell_silu_and_mul(const ActivationArgs* a) { run<silu, true>(a); }
+SWELL_API void swell_gelu_tanh_and_mul(const ActivationArgs* a) { run<gelu_tanh, true>(a); }
 SWELL_API void swell_gelu_and_mul(const ActivationArgs* a) { run<gelu, true>(a); }
 SWELL_API void swell_gelu(const ActivationArgs* a) { run<gelu, false>(a); }
+
+struct ScaleArgs {
+  const void* x;
+  void* out;
+  int64_t rows, size, is_bf16;
+  float factor;
+};
+
+SWELL_API void swell_scale(const ScaleArgs* a) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    const T* x = static_cast<const T*>(a->x);
+    T* out = static_cast<T*>(a->out);
+    const int64_t size = a->size, full = size & ~int64_t(7), tail = size - full;
+    const v8 factor = round_to<T>(splat(a->factor));
+    parallel_for_each(a->rows, a->rows * size, [=](int64_t row) {
+      const T* from = x + row * size;
+      T* to = out + row * size;
+      for (int64_t i = 0; i < full; i += 8) store(to + i, load(from + i) * factor);
+      if (tail) store_part(to + full, load_part(from + full, tail) * factor, tail);
+    });
+  };
+  a->is_bf16 ? run(bf16{}) : run(float{});
+}

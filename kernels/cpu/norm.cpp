@@ -5,9 +5,9 @@
 namespace {
 
 // x has `outer` groups of `inner` adjacent vectors; the groups are x_stride elements apart. All other
-// tensors are contiguous.
-template <typename T, bool ADD>
-void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t outer,
+// tensors are contiguous. W: T or float, the type to which the quotient is rounded.
+template <typename T, typename W, bool ADD>
+void norm(const T* x, const T* residual, const W* weight, T* out, T* total, int64_t outer,
           int64_t inner, int64_t x_stride, int64_t size, float eps) {
   const int64_t full = size & ~int64_t(7), tail = size - full;
   parallel_for_each(outer * inner, outer * inner * size, [=](int64_t row) {
@@ -28,10 +28,10 @@ void norm(const T* x, const T* residual, const T* weight, T* out, T* total, int6
     const v8 inverse = splat(1.0f / std::sqrt(mean + eps));
     const T* again = ADD ? sum : from;
     for (int64_t i = 0; i < full; i += 8)
-      store(to + i, load(weight + i) * round_to<T>(load(again + i) * inverse));
+      store(to + i, load(weight + i) * round_to<W>(load(again + i) * inverse));
     if (tail)
       store_part(to + full, load_part(weight + full, tail) *
-                 round_to<T>(load_part(again + full, tail) * inverse), tail);
+                 round_to<W>(load_part(again + full, tail) * inverse), tail);
   });
 }
 
@@ -97,17 +97,19 @@ SWELL_API void swell_layer_norm(const LayerNormArgs* a) {
 struct NormArgs {
   const void *x, *residual, *weight;
   void *out, *total;
-  int64_t outer, inner, x_stride, size, is_bf16;
+  int64_t outer, inner, x_stride, size, is_bf16, weight_is_bf16;
   float eps;
 };
 
 SWELL_API void swell_rms_norm(const NormArgs* a) {
-  const auto run = [&](auto type) {
+  const auto run = [&](auto type, auto weight_type) {
     using T = decltype(type);
-    (a->residual ? norm<T, true> : norm<T, false>)(
+    using W = decltype(weight_type);
+    (a->residual ? norm<T, W, true> : norm<T, W, false>)(
         static_cast<const T*>(a->x), static_cast<const T*>(a->residual),
-        static_cast<const T*>(a->weight), static_cast<T*>(a->out), static_cast<T*>(a->total),
+        static_cast<const W*>(a->weight), static_cast<T*>(a->out), static_cast<T*>(a->total),
         a->outer, a->inner, a->x_stride, a->size, a->eps);
   };
-  a->is_bf16 ? run(bf16{}) : run(float{});
+  if (!a->is_bf16) return run(float{}, float{});
+  a->weight_is_bf16 ? run(bf16{}, bf16{}) : run(bf16{}, float{});
 }

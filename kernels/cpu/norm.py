@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ _norm = Function(
     "swell_rms_norm",
     "outer",
     **dict.fromkeys(("x", "residual", "weight", "out", "total"), POINTER),
-    **dict.fromkeys(("outer", "inner", "x_stride", "size", "is_bf16"), INT),
+    **dict.fromkeys(("outer", "inner", "x_stride", "size", "is_bf16", "weight_is_bf16"), INT),
     eps=FLOAT,
 )
 
@@ -28,7 +30,7 @@ _layer_norm = Function(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `swell.kernels.norm.rms_norm`."""
-    if x.dtype not in TYPES or weight.dtype != x.dtype:
+    if x.dtype not in TYPES or weight.dtype not in (x.dtype, torch.float32):
         return reference.rms_norm(x, weight, eps)
     size = x.shape[-1]
     if x.dim() != 3:
@@ -41,7 +43,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     _norm(
         x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), None,
-        outer, inner, stride, size, x.dtype == torch.bfloat16, eps,
+        outer, inner, stride, size, *_are_bf16(x, weight), eps,
         used=(x, weight, out),
     )  # fmt: skip
     return out
@@ -49,17 +51,22 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.norm.add_rms_norm`."""
-    if x.dtype not in TYPES or not (weight.dtype == residual.dtype == x.dtype):
+    is_known = x.dtype in TYPES and weight.dtype in (x.dtype, torch.float32)
+    if not is_known or residual.dtype != x.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     assert x.shape == residual.shape
     x, residual = x.contiguous(), residual.contiguous()
     out, total, size = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     _norm(
         x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), total.data_ptr(),
-        x.numel() // size, 1, size, size, x.dtype == torch.bfloat16, eps,
+        x.numel() // size, 1, size, size, *_are_bf16(x, weight), eps,
         used=(x, residual, weight, out, total),
     )  # fmt: skip
     return out, total
+
+
+def _are_bf16(*tensors: Tensor) -> Iterator[bool]:
+    return (tensor.dtype == torch.bfloat16 for tensor in tensors)
 
 
 def layer_norm(

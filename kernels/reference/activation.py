@@ -21,3 +21,14 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     """See `swell.kernels.activation.gelu_and_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate) * up
+
+
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu_tanh_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """See `swell.kernels.activation.scale`."""
+    return x * torch.tensor(factor, dtype=x.dtype)

@@ -1,5 +1,5 @@
-"""RMS norm in plain torch, with the same operations as transformers' LlamaRMSNorm; and layer
-norm."""
+"""RMS norm in plain torch, with the same operations as transformers' LlamaRMSNorm and
+Gemma3RMSNorm; and layer norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `swell.kernels.norm.rms_norm`."""
     wide = x.to(torch.float32)
     mean_square = wide.pow(2).mean(-1, keepdim=True)
-    return weight * (wide * torch.rsqrt(mean_square + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(mean_square + eps)
+    if weight.dtype == torch.float32:
+        return (weight * normed).to(x.dtype)
+    return weight * normed.to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

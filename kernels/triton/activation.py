@@ -2,6 +2,7 @@
 
     out = round(act(gate)) * up          gated, x = [gate | up]
     out = act(x)                         plain
+    out = x * round(factor)              scaled
 
 `round` is the conversion to x's type; everything else is computed in float32.
 """
@@ -31,6 +32,11 @@ def _gelu(x):
 
 
 @triton.jit
+def _gelu_tanh(x):
+    return x / (1.0 + tl.exp(-2.0 * 0.7978845608028654 * (x + 0.044715 * (x * x * x))))
+
+
+@triton.jit
 def _activate(
     x, out, SIZE: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -44,6 +50,16 @@ def _activate(
         up = tl.load(x + start + SIZE + columns, mask=inside, other=0.0).to(tl.float32)
         value = value.to(x.dtype.element_ty).to(tl.float32) * up
     tl.store(out + row * SIZE + columns, value, mask=inside)
+
+
+@triton.jit
+def _scale(x, out, factor, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """x, out [rows, SIZE]"""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, value * factor, mask=inside)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -60,11 +76,30 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return _run(_gelu, gate_up, gated=True)
 
 
+def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
+    """See `swell.kernels.activation.gelu_tanh_and_mul`."""
+    if gate_up.dtype not in TYPES:
+        return reference.gelu_tanh_and_mul(gate_up)
+    return _run(_gelu_tanh, gate_up, gated=True)
+
+
 def gelu(x: Tensor) -> Tensor:
     """See `swell.kernels.activation.gelu`."""
     if x.dtype not in TYPES:
         return reference.gelu(x)
     return _run(_gelu, x, gated=False)
+
+
+def scale(x: Tensor, factor: float) -> Tensor:
+    """See `swell.kernels.activation.scale`."""
+    if x.dtype not in TYPES:
+        return reference.scale(x, factor)
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    if rows := out.numel() // max(1, size):
+        rounded = torch.tensor(factor, dtype=x.dtype).item()
+        _scale[(rows, triton.cdiv(size, BLOCK))](x, out, rounded, size, BLOCK)
+    return out
 
 
 def _run(act, x: Tensor, *, gated: bool) -> Tensor:

@@ -4,7 +4,8 @@
     RMS     out = weight * round(total / sqrt(mean(total^2) + eps))
     layer   out = weight * (total - mean(total)) / sqrt(var(total) + eps) + bias
 
-`round` is the conversion to x's type; everything else is computed in float32.
+`round` is the conversion to x's type, except that a float32 weight is multiplied with the unrounded
+quotient; everything else is computed in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _rms_norm(
         tl.store(total + row * SIZE + columns, values, mask=inside)
     wide = values.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(wide * wide) / SIZE + EPS)
-    normed = (wide * inverse).to(x.dtype.element_ty).to(tl.float32)
+    normed = (wide * inverse).to(weight.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + columns, scale * normed, mask=inside)
 
@@ -66,7 +67,7 @@ def _layer_norm(
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `swell.kernels.norm.rms_norm`."""
-    if x.dtype not in TYPES or weight.dtype != x.dtype:
+    if x.dtype not in TYPES or weight.dtype not in (x.dtype, torch.float32):
         return reference.rms_norm(x, weight, eps)
     if x.dim() != 3 or x.stride(2) != 1:
         x = x.contiguous()
@@ -80,7 +81,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.norm.add_rms_norm`."""
-    if x.dtype not in TYPES or not (weight.dtype == residual.dtype == x.dtype):
+    is_known = x.dtype in TYPES and weight.dtype in (x.dtype, torch.float32)
+    if not is_known or residual.dtype != x.dtype:
         return reference.add_rms_norm(x, residual, weight, eps)
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     out, total = torch.empty_like(x), torch.empty_like(x)

@@ -61,8 +61,9 @@ def _prepare(
 
 @triton.jit
 def _scale(x, inverse, weight, inside, dtype: tl.constexpr):
-    """Returns weight * round(x * inverse), rounded to `dtype`, in float32."""
-    normed = (x * inverse).to(dtype).to(tl.float32)
+    """Returns weight * round(x * inverse), rounded to `dtype`, in float32. The inner `round` is to
+    the type of the weight."""
+    normed = (x * inverse).to(weight.dtype.element_ty).to(tl.float32)
     scale = tl.load(weight, mask=inside, other=0.0).to(tl.float32)
     return (scale * normed).to(dtype).to(tl.float32)
 
@@ -79,7 +80,9 @@ def prepare(
     """See `swell.kernels.qkv.prepare`."""
     k_cache, v_cache = caches
     weights = norms or (qkv, qkv)
-    if qkv.dtype not in TYPES or any(x.dtype != qkv.dtype for x in (*caches, *weights)):
+    is_known = qkv.dtype in TYPES and all(x.dtype == qkv.dtype for x in caches)
+    kinds = {weight.dtype for weight in weights}
+    if not is_known or kinds not in ({qkv.dtype}, {torch.float32}):
         return reference.prepare(qkv, norms, eps, cos, sin, caches, slot_mapping)
     assert qkv.stride(1) == 1 and k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
     _, kv_heads, block_tokens, head_dim = k_cache.shape

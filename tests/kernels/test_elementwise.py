@@ -62,6 +62,27 @@ def test_add_rms_norm(name, dtype, size):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("size", [7, 64, 520])
+def test_rms_norm_with_a_float32_weight(name, dtype, size):
+    """The product with the weight is rounded once, as in transformers' gemma3."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(6, size).to(dtype), torch.randn(6, size).to(dtype)
+    module = Gemma3RMSNorm(size, 1e-6)
+    module.weight.data = torch.randn(size)
+    weight, norm = module.weight.data + 1, load_backend(name, "norm")
+    exact = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    for got, source in ((norm.rms_norm(x, weight, 1e-6), x), (normed, total)):
+        wanted = module(source.float()).detach()
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), wanted, rtol=exact, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (32, 16), (20, 10), (128, 128)])
 def test_rope(name, dtype, head_dim, rotary):
     """RoPE equals that of transformers' llama, in float32 bit for bit."""
@@ -115,6 +136,21 @@ def test_gelu(name, dtype, shape):
     close(activation.gelu(x), whole.to(dtype), times=2)
     gate, up = whole.to(dtype).chunk(2, dim=-1)[0], x.chunk(2, dim=-1)[1]
     close(activation.gelu_and_mul(x), gate * up, times=5)
+    u = (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)
+    gate = (wide * (1 + torch.tanh(u)) / 2).to(dtype).chunk(2, dim=-1)[0]
+    close(activation.gelu_tanh_and_mul(x), gate * up, times=5)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 13), (0, 16), (2, 3, 64)])
+def test_scale(name, dtype, shape):
+    """The factor is rounded to the type, as transformers' gemma3 rounds it."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    before = x.clone()
+    got = load_backend(name, "activation").scale(x, 25.298221281347036)
+    assert torch.equal(got, x * torch.tensor(25.298221281347036, dtype=dtype))
+    assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

@@ -26,7 +26,8 @@ class Case:
     head_dim: int
     rotary_dim: int
     dtype: torch.dtype
-    has_norms: bool
+    norms_type: torch.dtype | None
+    """The type of the norms' weights; None: no norms."""
     block_tokens: int = 4
 
     def __post_init__(self) -> None:
@@ -36,8 +37,8 @@ class Case:
         self.qkv = wide[:, : size * self.head_dim]
         angles = torch.rand(self.tokens, self.rotary_dim // 2) * 100
         self.cos, self.sin = angles.cos(), angles.sin()
-        q_weight, k_weight = torch.randn(2, self.head_dim).to(self.dtype)
-        self.norms = (q_weight, k_weight) if self.has_norms else None
+        q_weight, k_weight = torch.randn(2, self.head_dim).to(self.norms_type or self.dtype)
+        self.norms = (q_weight, k_weight) if self.norms_type else None
         shape = (2, blocks, self.kv_heads, self.block_tokens, self.head_dim)
         self.caches = torch.randn(shape).to(self.dtype)
         self.slots = torch.randperm(blocks * self.block_tokens)[: self.tokens]
@@ -61,7 +62,7 @@ class Case:
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         quotient = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-        return self._round(weight.double() * self._round(quotient))
+        return self._round(weight.double() * quotient.to(weight.dtype).double())
 
     def _rotated(self, x: Tensor) -> Tensor:
         half = self.rotary_dim // 2
@@ -79,13 +80,14 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("norms", ["none", "same", "float32"])
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim"),
     [(9, 4, 2, 64, 64), (1, 3, 1, 20, 8), (0, 2, 2, 8, 8)],
 )
-def test_the_reference(tokens, heads, kv_heads, head_dim, rotary_dim, dtype, has_norms):
-    case = Case(tokens, heads, kv_heads, head_dim, rotary_dim, dtype, has_norms)
+def test_the_reference(tokens, heads, kv_heads, head_dim, rotary_dim, dtype, norms):
+    norms_type = {"none": None, "same": dtype, "float32": torch.float32}[norms]
+    case = Case(tokens, heads, kv_heads, head_dim, rotary_dim, dtype, norms_type)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
     for got, wanted in zip(case.prepare("reference"), case.by_definition(), strict=True):
         assert got.dtype == dtype

@@ -82,7 +82,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "granite",
         {"attention_multiplier": 0.18, "embedding_multiplier": 3.0, "logits_scaling": 2.0},
     ),
-    "gemma3": ("gemma3_text", {"head_dim": 32, "sliding_window": WINDOW}),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
+    ),
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
         "qwen3_moe",
@@ -189,5 +197,7 @@ def make(folder: Path, family: str, seed: int = 0, **changes: Any) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and name.endswith("bias"):
                 torch.nn.init.normal_(parameter, std=0.2)
+            elif parameter.dim() == 1 and "norm" in name:
+                parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     return model

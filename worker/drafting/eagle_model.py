@@ -92,7 +92,8 @@ class _Head(nn.Module):
         self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, self.group)
         self.make_layers(config, model)
         materialize(self, device, dtype)
-        self.rope = RotaryEmbedding(head_dim(config), positions, rope_parameters(config))
+        rope = rope_parameters(config, config.rope_parameters)
+        self.rope = RotaryEmbedding(head_dim(config), positions, rope)
         self.rope.to(device)
 
     def make_layers(self, config: Any, model: Any) -> None:

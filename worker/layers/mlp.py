@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from swell.kernels.activation import gelu, silu_and_mul
+from swell.kernels.activation import gelu, gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from swell.worker.comm.mesh import Group
 from swell.worker.layers.linear import (
     ColumnParallelLinear,
@@ -32,18 +32,34 @@ class FeedForward(nn.Module, ABC):
         """Returns what to read from a checkpoint in which the block is called `name`."""
 
 
+GATED = {
+    "silu": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_pytorch_tanh": gelu_tanh_and_mul,
+}
+"""The name of an activation in a config -> act(gate) * up."""
+
+
 class GatedMLP(FeedForward):
-    """`down(silu(gate(x)) * up(x))`: gate and up are one column-parallel product, down is
+    """`down(act(gate(x)) * up(x))`: gate and up are one column-parallel product, down is
     row-parallel."""
 
-    def __init__(self, hidden: int, intermediate: int, group: Group, bias: bool = False) -> None:
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        group: Group,
+        bias: bool = False,
+        activation: str = "silu",
+    ) -> None:
         super().__init__()
+        self.act_and_mul = GATED[activation]
         what = "intermediate_size"
         self.gate_up = MergedColumnParallelLinear(hidden, [intermediate] * 2, group, bias, what)
         self.down = RowParallelLinear(intermediate, hidden, group, bias, what=what)
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))
+        return self.down(self.act_and_mul(self.gate_up(x)))
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,17 @@ class RMSNorm(nn.Module):
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield replicated_shard(f"{name}.weight", self.weight)
+
+
+class OffsetRMSNorm(RMSNorm):
+    """`x / sqrt(mean(x^2) + eps) * (1 + weight)`, the product in float32, as in gemma. The
+    parameter is `1 + weight`."""
+
+    parameter_dtype = torch.float32
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        for shard in super().weight_shards(name):
+            yield replace(shard, offset=1.0)
 
 
 class LayerNorm(nn.Module):

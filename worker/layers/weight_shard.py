@@ -30,6 +30,8 @@ class WeightShard:
     """The shape of the whole tensor in the checkpoint."""
     swaps: tuple[int, int] | None = None
     """Two dimensions that some checkpoints store in the other order."""
+    offset: float = 0.0
+    """A number that is added to the stored values."""
 
     def as_stored(self, shape: tuple[int, ...]) -> WeightShard:
         """Returns the shard for a stored tensor of this shape, with two dimensions swapped if only
@@ -44,6 +46,7 @@ class WeightShard:
             self.target.transpose(one, other),
             index=tuple(self.index[at] for at in order),
             shape=tuple(self.shape[at] for at in order),
+            offset=self.offset,
         )
 
 
@@ -70,14 +73,15 @@ def empty_parameter(*shape: int) -> nn.Parameter:
 
 
 def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocates memory on `device` for every parameter of `model` without memory. Shared parameters
-    stay shared."""
+    """Allocates memory on `device` for every parameter of `model` without memory, of the type that
+    its module names as `parameter_dtype`, otherwise `dtype`. Shared parameters stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
+        own = getattr(module, "parameter_dtype", dtype)
         for name, old in module._parameters.items():
             if old is None or not old.is_meta:
                 continue
             if id(old) not in made:
-                data = torch.empty(old.shape, dtype=dtype, device=device)
+                data = torch.empty(old.shape, dtype=own, device=device)
                 made[id(old)] = nn.Parameter(data, requires_grad=False)
             module._parameters[name] = made[id(old)]

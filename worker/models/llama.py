@@ -1,8 +1,11 @@
-"""The llama family as one implementation: llama, mistral, qwen2 and qwen3 differ in a few traits.
+"""The llama family as one implementation: llama, mistral, qwen2, qwen3 and gemma3 differ in a few
+traits.
 
     x = embed(ids)
-    for each layer:   x = x + attention(norm(x));   x = x + down(silu(gate(norm(x))) * up(norm(x)))
+    for each layer:   x = x + attention(norm(x));   x = x + down(act(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
+
+In some families, the outputs of attention and of `down` are normalized before they are added.
 
 The tokens of all rows are concatenated, [T, hidden]; only attention knows where rows end. The sum
 `x` is passed on as a pair (x, residual), so that each addition is fused with the norm after it.
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
+from swell.kernels.activation import scale
 from swell.kernels.linear import embedding
 from swell.kernels.qkv import prepare
 from swell.worker.comm.mesh import Group, Mesh
@@ -23,7 +27,7 @@ from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
 from swell.worker.layers.linear import LinearLayer, QKVParallelLinear, RowParallelLinear
 from swell.worker.layers.lora import ActiveAdapters
-from swell.worker.layers.mlp import FeedForward, GatedMLP
+from swell.worker.layers.mlp import GATED, FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
 from swell.worker.layers.weight_shard import WeightShard, materialize
@@ -37,6 +41,8 @@ if TYPE_CHECKING:
 
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+ONE_KIND = "all"
+"""The kind of all layers' angles if they do not differ."""
 
 
 class LlamaAttention(nn.Module):
@@ -56,12 +62,12 @@ class LlamaAttention(nn.Module):
         self.q_norm = self.k_norm = None
         self.eps = config.rms_norm_eps
         if traits.qk_norm:
-            self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps) for _ in range(2))
+            self.q_norm, self.k_norm = (traits.norm(self.head_dim, self.eps) for _ in range(2))
         self.attention = Attention(
             self.qkv.heads,
             self.qkv.kv_heads,
             self.head_dim,
-            self.head_dim**-0.5,
+            traits.scale or self.head_dim**-0.5,
             window=traits.windows[layer] if traits.windows else 0,
         )
 
@@ -102,14 +108,20 @@ class LlamaLayer(nn.Module):
         mlp: FeedForward,
         attention_norm: RMSNorm | None = None,
     ) -> None:
-        """`attention_norm`: the norm before the attention; None: one of the config's kind."""
+        """`attention_norm`: the norm before the attention; None: one of the traits' kind."""
         super().__init__()
-        hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.attention_norm = attention_norm or RMSNorm(hidden, eps)
+        hidden, eps, names = config.hidden_size, config.rms_norm_eps, traits.norms
+        self.attention_norm = attention_norm or traits.norm(hidden, eps)
         self.attention = LlamaAttention(config, traits, layer, group, hidden)
-        self.mlp_norm = RMSNorm(hidden, eps)
+        self.mlp_norm = traits.norm(hidden, eps)
         self.mlp = mlp
-        self.mlp_name = traits.mlp_name
+        self.attention_output_norm = self.mlp_output_norm = None
+        if names.attention_output:
+            self.attention_output_norm = traits.norm(hidden, eps)
+        if names.mlp_output:
+            self.mlp_output_norm = traits.norm(hidden, eps)
+        self.mlp_name, self.norm_names = traits.mlp_name, names
+        self.rope_kind = traits.rope_kinds[layer] if traits.rope_kinds else ONE_KIND
 
     def norm_input(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -135,8 +147,13 @@ class LlamaLayer(nn.Module):
         tokens. slots [W] int64, or None: of these tokens, one with the slot -1 is padding. The K
         and V of all T tokens are written."""
         x = self.attention(x, cos, sin, meta, hidden_indices)
+        if self.attention_output_norm is not None:
+            x = self.attention_output_norm(x)
         x, residual = self.mlp_norm.add(x, _of(residual, hidden_indices))
-        return self.mlp(x, slots), residual
+        x = self.mlp(x, slots)
+        if self.mlp_output_norm is not None:
+            x = self.mlp_output_norm(x)
+        return x, residual
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""
@@ -145,9 +162,16 @@ class LlamaLayer(nn.Module):
             yield from self.mlp.linear_layers(f"{name}.{self.mlp_name}")
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
-        yield from self.attention_norm.weight_shards(f"{name}.input_layernorm")
+        norms = (
+            self.attention_norm,
+            self.mlp_norm,
+            self.attention_output_norm,
+            self.mlp_output_norm,
+        )
+        for norm, norm_name in zip(norms, self.norm_names, strict=True):
+            if norm is not None:
+                yield from norm.weight_shards(f"{name}.{norm_name}")
         yield from self.attention.weight_shards(f"{name}.self_attn")
-        yield from self.mlp_norm.weight_shards(f"{name}.post_attention_layernorm")
         yield from self.mlp.weight_shards(f"{name}.{self.mlp_name}")
 
 
@@ -156,7 +180,7 @@ class LlamaModel(nn.Module):
     after the normed hidden states."""
 
     layers: Sequence[LlamaLayer]
-    embeds_plainly = True
+    activations: ClassVar[Collection[str]] = GATED
     traits_table: ClassVar[Mapping[str, Callable[[Any], Traits]]] = TRAITS
 
     def __init__(
@@ -173,7 +197,7 @@ class LlamaModel(nn.Module):
         cannot split.
         """
         super().__init__()
-        _check(config)
+        _check(config, self.activations)
         traits = self.traits_table[config.architectures[0]](config)
         group, self.mesh, self.hidden = mesh.tensor, mesh, config.hidden_size
         self.embedding_width = int(config.hidden_size)
@@ -194,11 +218,17 @@ class LlamaModel(nn.Module):
         if mesh.is_first_stage:
             self.embed = VocabParallelEmbedding(config.vocab_size, config.hidden_size, group)
         if mesh.is_last_stage:
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+            self.norm = traits.norm(config.hidden_size, config.rms_norm_eps)
             self.make_head(config)
         materialize(self, device, dtype)
-        self.rope = RotaryEmbedding(head_dim(config), max_positions, rope_parameters(config))
-        self.rope.to(device)
+        self.embedding_scale = traits.embedding_scale
+        self.embeds_plainly = traits.embedding_scale == 1.0
+        self.ropes = nn.ModuleDict(
+            {
+                kind: RotaryEmbedding(head_dim(config), max_positions, parameters)
+                for kind, parameters in rope_kinds(config, traits).items()
+            }
+        ).to(device)
 
     def make_head(self, config: Any) -> None:
         """Adds the layers after the last hidden states."""
@@ -207,7 +237,11 @@ class LlamaModel(nn.Module):
     def make_mlp(self, config: Any, traits: Traits, layer: int) -> FeedForward:
         """Returns the feed-forward block of a layer."""
         return GatedMLP(
-            config.hidden_size, config.intermediate_size, self.mesh.tensor, traits.mlp_bias
+            config.hidden_size,
+            config.intermediate_size,
+            self.mesh.tensor,
+            traits.mlp_bias,
+            activation(config),
         )
 
     def forward(
@@ -222,6 +256,8 @@ class LlamaModel(nn.Module):
         self.active_adapters.tokens = batch.adapters
         if self.mesh.is_first_stage:
             x = self.embed(batch.input_ids)
+            if self.embedding_scale != 1.0:
+                x = scale(x, self.embedding_scale)
             if batch.prompt_embeds is not None:
                 x = batch.prompt_embeds.put_into(x)
         else:
@@ -229,7 +265,7 @@ class LlamaModel(nn.Module):
             x, residual = intermediate.hidden_states, intermediate.residual
         self.taps.begin(() if intermediate is None else intermediate.layer_inputs)
         tapped = self.taps.tapped
-        cos, sin = self.rope(batch.positions)
+        angles = {kind: rope(batch.positions) for kind, rope in self.ropes.items()}
         last = self.layers[-1] if self.mesh.is_last_stage else None
         for index, layer in zip(self.range, self.layers, strict=True):
             hidden_indices = batch.hidden_indices if layer is last else None
@@ -237,6 +273,7 @@ class LlamaModel(nn.Module):
             x, residual = layer.norm_input(x, residual)
             if index in tapped:
                 self.taps.record(residual)
+            cos, sin = angles[layer.rope_kind]
             x, residual = layer(x, residual, cos, sin, batch.attention, hidden_indices, slots)
         if not self.mesh.is_last_stage:
             return IntermediateTensors(x, residual, self.taps.leaving())
@@ -335,18 +372,31 @@ def head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """Returns the rope's parameters; a missing yarn factor is computed from the lengths."""
-    rope = dict(config.rope_parameters)
+def activation(config: Any) -> str:
+    """Returns the name of the activation in the feed-forward block."""
+    return getattr(config, "hidden_activation", None) or config.hidden_act
+
+
+def rope_kinds(config: Any, traits: Traits) -> dict[str, dict[str, Any]]:
+    """Returns the kinds of angles, each with its rope's parameters."""
+    if not traits.rope_kinds:
+        return {ONE_KIND: rope_parameters(config, config.rope_parameters)}
+    kinds = dict.fromkeys(traits.rope_kinds)
+    return {kind: rope_parameters(config, config.rope_parameters[kind]) for kind in kinds}
+
+
+def rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a rope's parameters; a missing yarn factor is computed from the lengths."""
+    rope = dict(parameters)
     if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
         old = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         rope["factor"] = config.max_position_embeddings / old
     return rope
 
 
-def _check(config: Any) -> None:
-    if config.hidden_act != "silu":
+def _check(config: Any, activations: Collection[str]) -> None:
+    if activation(config) not in activations:
         raise ValueError(
-            f"hidden_act={config.hidden_act!r} is not supported natively (only 'silu'); "
-            "try model.backend=transformers"
+            f"hidden_act={activation(config)!r} is not supported natively (known: "
+            f"{', '.join(activations)}); try model.backend=transformers"
         )

@@ -4,7 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from swell.worker.layers.norm import OffsetRMSNorm, RMSNorm
+
+
+class NormNames(NamedTuple):
+    """The names that the norms of a layer have in a checkpoint: of the inputs of attention and of
+    the feed-forward block, and of their outputs, before these are added to the residual; None:
+    outputs are not normalized."""
+
+    attention: str
+    mlp: str
+    attention_output: str | None = None
+    mlp_output: str | None = None
+
+
+_PLAIN = NormNames("input_layernorm", "post_attention_layernorm")
+_SANDWICH = NormNames(
+    "input_layernorm",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "post_feedforward_layernorm",
+)
 
 
 @dataclass(frozen=True)
@@ -18,6 +40,14 @@ class Traits:
     """Queries and keys are normalized per head, before their rotation."""
     windows: tuple[int, ...] = ()
     """How many tokens a token attends to in each layer, including itself; 0: all."""
+    rope_kinds: tuple[str, ...] = ()
+    """The key of each layer's parameters in `rope_parameters`; none: all layers have the same."""
+    scale: float | None = None
+    """The factor on attention scores; None: 1 / sqrt(head_dim)."""
+    embedding_scale: float = 1.0
+    """The factor on embeddings of tokens."""
+    norm: type[RMSNorm] = RMSNorm
+    norms: NormNames = _PLAIN
     mlp_name: str = "mlp"
     """The name of the feed-forward block in a checkpoint."""
 
@@ -40,6 +70,32 @@ def _qwen3(config: Any) -> Traits:
     return Traits(qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
 
 
+def _gemma3(config: Any) -> Traits:
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError(
+            "use_bidirectional_attention=true is not supported: a token would attend to later "
+            "tokens, so answers cannot be generated one token after the other"
+        )
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, cap, None):
+            raise ValueError(
+                f"{cap}={getattr(config, cap)} is not supported natively for gemma3; "
+                "try model.backend=transformers"
+            )
+    bias = bool(config.attention_bias)
+    return Traits(
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        windows=_windows(config),
+        rope_kinds=tuple(config.layer_types),
+        scale=config.query_pre_attn_scalar**-0.5,
+        embedding_scale=config.hidden_size**0.5,
+        norm=OffsetRMSNorm,
+        norms=_SANDWICH,
+    )
+
+
 def _windows(config: Any) -> tuple[int, ...]:
     """Returns the window of each layer, from the layer types in the config."""
     known = {"full_attention": 0, "sliding_attention": config.sliding_window or 0}
@@ -57,5 +113,6 @@ TRAITS: dict[str, Callable[[Any], Traits]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Gemma3ForCausalLM": _gemma3,
 }
 """Architecture in config.json -> its traits."""

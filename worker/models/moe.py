@@ -80,6 +80,7 @@ class MoeForCausalLM(LlamaForCausalLM):
     divide them, and `weight_shards` includes this rank's experts.
     """
 
+    activations = ("silu",)
     traits_table = TRAITS
     takes_adapters = False
 

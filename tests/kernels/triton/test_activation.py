@@ -7,7 +7,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swell.kernels.triton.activation import gelu, gelu_and_mul, silu_and_mul
+from swell.kernels.triton.activation import (
+    gelu,
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    scale,
+    silu_and_mul,
+)
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
 
 pytestmark = pytest.mark.slow
@@ -18,6 +24,8 @@ def launches(dtype: torch.dtype) -> Iterator[None]:
     x = torch.empty(2, 2 * 3072, dtype=dtype)
     yield silu_and_mul(x)
     yield gelu_and_mul(x)
+    yield gelu_tanh_and_mul(x)
+    yield scale(x, 3.3)
     yield gelu(x)
 
 
@@ -33,6 +41,17 @@ def test_gated(dtype, shape):
     whole = (gate * (1 + torch.erf(gate / 2**0.5)) / 2).to(dtype).double()
     # 1 + erf(x) loses bits, so that a few more elements are rounded to the other side.
     close(gelu_and_mul(x), whole * up, dtype)
+    u = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    whole = (gate * (1 + torch.tanh(u)) / 2).to(dtype).double()
+    close(gelu_tanh_and_mul(x), whole * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 9), (2, 1, 1025)])
+def test_scale(dtype, shape):
+    """The factor is rounded to the type."""
+    x = torch.randn(shape).to(dtype)
+    assert torch.equal(scale(x, 25.298221281347036), x * torch.tensor(25.298221281347036).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -24,13 +24,14 @@ def launches(dtype: torch.dtype) -> Iterator[None]:
         x = torch.empty(4, size, dtype=dtype)
         yield add_rms_norm(x, x, x[0], EPS)
         yield layer_norm(x, x[0], x[0], EPS, x)
+        yield add_rms_norm(x, x, x[0].float(), EPS)
 
 
 def rms_by_definition(x: Tensor, weight: Tensor) -> Tensor:
-    """The quotient is rounded to x's type before the product."""
+    """The quotient is rounded to the weight's type before the product."""
     wide = x.double()
     quotient = wide / (wide.pow(2).mean(-1, keepdim=True) + EPS).sqrt()
-    return weight.double() * quotient.to(x.dtype).double()
+    return weight.double() * quotient.to(weight.dtype).double()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -53,10 +54,13 @@ def test_rms_norm_of_heads_in_a_wider_tensor(dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("size", [9, 64, 520])
-def test_add_rms_norm(dtype, size):
-    """The sum is rounded to the type of its terms, as torch does, before it is normed."""
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_add_rms_norm(dtype, size, is_wide):
+    """The sum is rounded to the type of its terms, as torch does, before it is normed; the quotient
+    is rounded to the type of the weight."""
     x, residual, weight = torch.randn(4, size), torch.randn(4, size), torch.randn(size)
-    x, residual, weight = x.to(dtype), residual.to(dtype), weight.to(dtype)
+    x, residual = x.to(dtype), residual.to(dtype)
+    weight = weight if is_wide else weight.to(dtype)
     normed, total = add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, x + residual)
     rounds_like(normed, rms_by_definition(x + residual, weight), dtype)
