@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 
 LAYOUT_VERSION = 2
 """The version of the order of packed weights, which files store, too: another order gets another
@@ -56,17 +57,38 @@ class PackedTensor:
         )
 
 
-Weight = Tensor | PackedTensor
+FloatWeight = Tensor | PackedTensor
+Weight = FloatWeight | PackedQuantizedTensor
 
 
-def pack(weight: Tensor, exact: bool = False) -> Weight:
+def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
     """Returns `weight` [out, in] in the form that is fastest for `linear`: itself, or packed, as a
     copy or in the same memory. With `exact`, packed if the backend can pack weights.
 
     Backends: reference (never packs), cpu (packs float32 and bfloat16 in any case), triton (packs
     only with `exact`).
     """
-    return backends.get("linear", weight.device.type).pack(weight, exact)
+    packed: FloatWeight = backends.get("linear", weight.device.type).pack(weight, exact)
+    return packed
+
+
+def pack_quantized(
+    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+) -> PackedQuantizedTensor:
+    """Returns `weight` [out, in] in the form for products of `dtype`, float32 or bfloat16.
+
+    Products have the bits of products with the dequantized weight, packed as `dtype`. With
+    `integer_activations` a backend may round the inputs, for speed: each group of a row to integers
+    of 8 bits and a scale, which is the group's largest magnitude / 127. So input i differs by at
+    most half the scale s(i) of its group, and output o by at most the sum over i of
+    |weight[o, i]| * s(i) / 2, besides the rounding of float32. An input that is NaN or infinite
+    then makes all outputs of its row NaN.
+
+    Backends: reference (does not round inputs), cpu.
+    """
+    backend = backends.get("linear", weight.scales.device.type)
+    packed: PackedQuantizedTensor = backend.pack_quantized(weight, dtype, integer_activations)
+    return packed
 
 
 def panel(device_type: str) -> int | None:
@@ -80,7 +102,8 @@ def panel(device_type: str) -> int | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
+    """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type. Only
+    CPUs compute with quantized weights.
 
     With a packed weight a row's result has the same bits in every batch. Sums are in float32, and
     rounded once to the type. Backends: reference, cpu, triton.

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
-from swell.kernels.linear import Weight
+from swell.kernels.linear import FloatWeight
 
 ALIGNMENT = 16
 """Bytes to which the weights of experts are aligned on a GPU, which loads as many at once."""
 
 
-class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
+class ExpertTable(MutableMapping[int, tuple[FloatWeight, FloatWeight]]):
     """Maps the experts of a layer that a rank holds to their weights: gate over up [2 * size,
     hidden] and down [hidden, size], all of one type and each contiguous. A backend for GPUs finds
     the weights by their addresses in the device's memory."""
@@ -33,19 +33,19 @@ class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
         self,
         count: int,
         device: torch.device,
-        weights: Mapping[int, tuple[Weight, Weight]] | None = None,
+        weights: Mapping[int, tuple[FloatWeight, FloatWeight]] | None = None,
     ) -> None:
         """`count`: the number of experts of the layer, E; `weights`: those held at first."""
-        self._weights: dict[int, tuple[Weight, Weight]] = {}
+        self._weights: dict[int, tuple[FloatWeight, FloatWeight]] = {}
         # [2, E] int64: the address of an expert's two weights; 0: not held. The tensor is changed
         # in place, because a captured step reads it.
         self.addresses = torch.zeros(2, count, dtype=torch.int64, device=device)
         self.update(weights or {})
 
-    def __getitem__(self, expert: int) -> tuple[Weight, Weight]:
+    def __getitem__(self, expert: int) -> tuple[FloatWeight, FloatWeight]:
         return self._weights[expert]
 
-    def __setitem__(self, expert: int, weights: tuple[Weight, Weight]) -> None:
+    def __setitem__(self, expert: int, weights: tuple[FloatWeight, FloatWeight]) -> None:
         self._weights[expert] = weights
         self._write_addresses(expert)
 

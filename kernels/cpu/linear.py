@@ -1,4 +1,5 @@
-"""Products compiled from `linear.cpp`; weights are packed in panels of neighbouring outputs."""
+"""Products compiled from `linear.cpp` and `quantized.cpp`; weights are packed in panels of
+neighbouring outputs."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from torch.nn import functional
 
 from swell.kernels.cpu.build import TYPES, library
 from swell.kernels.cpu.graph import INT, POINTER, Function
-from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 
 _linear = Function(
     "swell_linear",
@@ -31,6 +33,15 @@ _embedding = Function(
     **dict.fromkeys(("ids", "w", "y"), POINTER),
     **dict.fromkeys(("tokens", "size", "panel", "is_bf16"), INT),
 )
+_QUANTIZED = {
+    **dict.fromkeys(("x", "w", "bias", "y", "which"), POINTER),
+    **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
+    **dict.fromkeys(("bits", "group", "has_mins", "wide_scales", "integers"), INT),
+}
+"""The struct `QuantizedArgs` of quantized.h."""
+_quantized_linear = Function("swell_quantized_linear", "rows", **_QUANTIZED)
+_quantized_linear_argmax = Function("swell_quantized_linear_argmax", "rows", **_QUANTIZED)
+_quantized_embedding = Function("swell_quantized_embedding", "rows", **_QUANTIZED)
 _panel = library().swell_linear_panel
 _panel.restype = ctypes.c_int64
 
@@ -38,7 +49,7 @@ PANEL = _panel()
 """The number of outputs of one panel."""
 
 
-def pack(weight: Tensor, exact: bool = False) -> Weight:
+def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
     """Returns a copy: float32 as [out / PANEL, in, PANEL], bfloat16 as [out / PANEL, in / 2, PANEL,
     2]; see `swell.kernels.linear.pack`."""
     if weight.dtype not in TYPES:
@@ -68,6 +79,13 @@ def _in_panels(weight: Tensor) -> Tensor:
     return data
 
 
+def pack_quantized(
+    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+) -> PackedQuantizedTensor:
+    """See `swell.kernels.linear.pack_quantized`."""
+    return PackedQuantizedTensor.pack(weight, PANEL, dtype, integer_activations)
+
+
 def panel() -> int:
     """See `swell.kernels.linear.panel`."""
     return int(PANEL)
@@ -75,52 +93,72 @@ def panel() -> int:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
-    if not isinstance(weight, PackedTensor):
+    if isinstance(weight, Tensor):
         return reference.linear(x, weight, bias)
     data, outs, size = weight.data, weight.out_features, weight.in_features
-    assert x.shape[-1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
+    assert x.shape[-1] == size and x.dtype == weight.dtype, (x.shape, x.dtype)
     if x.dim() != 2 or x.stride(1) != 1:
         x = x.contiguous()
     out = torch.empty((*x.shape[:-1], outs), dtype=x.dtype)
-    _linear(
-        x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr(),
-        out.numel() // outs, size, outs, x.stride(0) if x.dim() == 2 else size,
-        x.dtype == torch.bfloat16, used=(x, data, out) if bias is None else (x, data, out, bias),
-    )  # fmt: skip
+    used = (x, data, out) if bias is None else (x, data, out, bias)
+    pointers = x.data_ptr(), data.data_ptr(), None if bias is None else bias.data_ptr()
+    x_stride = x.stride(0) if x.dim() == 2 else size
+    sizes = out.numel() // outs, size, outs, x_stride, x.dtype == torch.bfloat16
+    if isinstance(weight, PackedTensor):
+        _linear(*pointers, out.data_ptr(), *sizes, used=used)
+    else:
+        _quantized_linear(*pointers, out.data_ptr(), None, *sizes, *_form(weight), used=used)
     return out
 
 
 def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`; the outputs themselves are not written."""
-    if not isinstance(weight, PackedTensor):
+    if isinstance(weight, Tensor):
         return reference.linear_argmax(x, weight, outs)
     data, size = weight.data, weight.in_features
     assert 0 < outs <= weight.out_features, (outs, weight.out_features)
-    assert x.dim() == 2 and x.shape[1] == size and x.dtype == data.dtype, (x.shape, x.dtype)
+    assert x.dim() == 2 and x.shape[1] == size and x.dtype == weight.dtype, (x.shape, x.dtype)
     if x.stride(1) != 1:
         x = x.contiguous()
     values, which = torch.empty(len(x)), torch.empty(len(x), dtype=torch.int64)
-    _linear_argmax(
-        x.data_ptr(), data.data_ptr(), values.data_ptr(), which.data_ptr(), len(x), size, outs,
-        x.stride(0), x.dtype == torch.bfloat16, used=(x, data, values, which),
-    )  # fmt: skip
+    used = x, data, values, which
+    results = values.data_ptr(), which.data_ptr()
+    sizes = len(x), size, outs, x.stride(0), x.dtype == torch.bfloat16
+    if isinstance(weight, PackedTensor):
+        _linear_argmax(x.data_ptr(), data.data_ptr(), *results, *sizes, used=used)
+    else:
+        _quantized_linear_argmax(
+            x.data_ptr(), data.data_ptr(), None, *results, *sizes, *_form(weight), used=used
+        )
     return values, which
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
-    if isinstance(weight, PackedTensor):
-        data, size, panel = weight.data, weight.in_features, PANEL
-    else:
+    if isinstance(weight, Tensor):
         data, size, panel = weight, weight.shape[1], 1
-    if data.dtype not in TYPES:
+    else:
+        data, size, panel = weight.data, weight.in_features, PANEL
+    if weight.dtype not in TYPES:
         return reference.embedding(ids, data)
     assert data.is_contiguous()
     if ids.dtype != torch.int64 or not ids.is_contiguous():
         ids = ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, size), dtype=data.dtype)
-    _embedding(
-        ids.data_ptr(), data.data_ptr(), out.data_ptr(), ids.numel(), size, panel,
-        data.dtype == torch.bfloat16, used=(ids, data, out),
-    )  # fmt: skip
+    out = torch.empty((*ids.shape, size), dtype=weight.dtype)
+    is_bf16, used = weight.dtype == torch.bfloat16, (ids, data, out)
+    pointers = ids.data_ptr(), data.data_ptr()
+    if isinstance(weight, PackedQuantizedTensor):
+        sizes = ids.numel(), size, weight.out_features, 1, is_bf16
+        _quantized_embedding(
+            *pointers, None, out.data_ptr(), None, *sizes, *_form(weight), used=used
+        )
+    else:
+        _embedding(*pointers, out.data_ptr(), ids.numel(), size, panel, is_bf16, used=used)
     return out
+
+
+def _form(weight: PackedQuantizedTensor) -> tuple[int, ...]:
+    """Returns the last members of `QuantizedArgs`."""
+    form = weight.form
+    wide_scales = form.scale_type == torch.float32
+    return form.bits, form.group, form.has_mins, wide_scales, weight.integer_activations

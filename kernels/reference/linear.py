@@ -1,9 +1,15 @@
-"""Products in plain torch; weights are not packed."""
+"""Products in plain torch; weights are not packed. Quantized weights are dequantized for each
+product."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+
+_PANEL = 1
 
 
 def pack(weight: Tensor, exact: bool = False) -> Tensor:
@@ -11,23 +17,38 @@ def pack(weight: Tensor, exact: bool = False) -> Tensor:
     return weight
 
 
+def pack_quantized(
+    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+) -> PackedQuantizedTensor:
+    """See `swell.kernels.linear.pack_quantized`."""
+    return PackedQuantizedTensor.pack(weight, _PANEL, dtype, integer_activations)
+
+
 def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | PackedQuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
-    return F.linear(x, weight, bias)
+    return F.linear(x, _plain(weight), bias)
 
 
-def linear_argmax(x: Tensor, weight: Tensor, outs: int) -> tuple[Tensor, Tensor]:
+def linear_argmax(
+    x: Tensor, weight: Tensor | PackedQuantizedTensor, outs: int
+) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`."""
-    return largest(F.linear(x, weight[:outs]))
+    return largest(F.linear(x, _plain(weight)[:outs]))
 
 
-def embedding(ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(ids: Tensor, weight: Tensor | PackedQuantizedTensor) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
-    return F.embedding(ids, weight)
+    return F.embedding(ids, _plain(weight))
+
+
+def _plain(weight: Tensor | PackedQuantizedTensor) -> Tensor:
+    if isinstance(weight, PackedQuantizedTensor):
+        return weight.unpack().dequantize(weight.dtype)
+    return weight
 
 
 def largest(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.linear import FloatWeight, PackedTensor
 from swell.kernels.reference import linear as reference
 from swell.kernels.triton import TYPES
 
@@ -63,7 +63,7 @@ def _linear(
     tl.store(to, total, mask=is_row[:, None] & inside[None, :])
 
 
-def pack(weight: Tensor, exact: bool = False) -> Weight:
+def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
     """See `swell.kernels.linear.pack`; a packed weight shares the memory of `weight`."""
     if not exact or weight.dtype not in TYPES:
         return weight
@@ -75,14 +75,14 @@ def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
-def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
     if not isinstance(weight, PackedTensor):
         return reference.linear(x, weight, bias)
     return _multiply(x, weight, weight.out_features, bias)
 
 
-def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: FloatWeight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`."""
     if not isinstance(weight, PackedTensor):
         return reference.linear_argmax(x, weight, outs)
@@ -90,12 +90,12 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
     return reference.largest(_multiply(x, weight, outs))
 
 
-def embedding(ids: Tensor, weight: Weight) -> Tensor:
+def embedding(ids: Tensor, weight: FloatWeight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
     return reference.embedding(ids, plain(weight))
 
 
-def plain(weight: Weight) -> Tensor:
+def plain(weight: FloatWeight) -> Tensor:
     """Returns a weight [out, in] without a copy."""
     return weight.data.squeeze(2) if isinstance(weight, PackedTensor) else weight
 

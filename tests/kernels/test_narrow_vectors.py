@@ -22,7 +22,7 @@ for argument; do
 done
 exec ${CXX:-g++} "$@"
 """
-FILES = ("elementwise", "paged_attention", "linear", "sample", "logprobs", "bitmask")
+FILES = ("elementwise", "paged_attention", "linear", "quantized", "sample", "logprobs", "bitmask")
 """The tests of kernels that use vectors."""
 
 
@@ -63,8 +63,9 @@ def test_the_kernels_of_avx2_pass_the_same_tests(narrow: dict[str, str]) -> None
 
 
 PRODUCTS = """
-import hashlib, torch
+import hashlib, itertools, torch
 from swell.kernels.cpu import linear
+from swell.kernels.weights.quantized import QuantizedTensor
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
     for rows, size, outs in ((1, 300, 1000), (7, 257, 65), (40, 701, 96), (200, 64, 33)):
@@ -72,10 +73,17 @@ for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(rows, size).to(dtype)
         y = linear.linear(x, linear.pack(weight))
         print(dtype, rows, hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
+        for bits, has_mins, integers in itertools.product((4, 8), (False, True), (False, True)):
+            form = torch.randint(2**bits, (outs, 256)).byte(), torch.rand(outs, 8).half()
+            mins = torch.randn(outs, 8).half() if has_mins else None
+            weight = linear.pack_quantized(QuantizedTensor(*form, mins, bits), dtype, integers)
+            x = torch.randn(rows, 256).to(dtype)
+            y = linear.linear(x, weight)
+            print(bits, integers, hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
 """
 
 
 def test_products_have_the_same_bits_on_all_processors(narrow: dict[str, str]) -> None:
-    """Processors with vectors of another width, and without the instruction for products of
-    bfloat16."""
+    """Processors with vectors of another width, and without the instructions for products of
+    bfloat16 and for sums of products of bytes."""
     assert run(["-c", PRODUCTS], narrow) == run(["-c", PRODUCTS], dict(os.environ))

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from swell.kernels.linear import PackedTensor, Weight, pack, panel
+from swell.kernels.linear import FloatWeight, PackedTensor, pack, panel
 from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
@@ -51,7 +51,7 @@ from swell.worker.layers.weight_shard import ALL, WeightShard
 PlainExpert = tuple[torch.Tensor, torch.Tensor]
 """The weights of one expert while they are loaded or sent: gate over up [2 * size, hidden], down
 [hidden, size]."""
-Expert = tuple[Weight, Weight]
+Expert = tuple[FloatWeight, FloatWeight]
 """The weights of one expert as they are used: packed if the device uses packed weights."""
 
 
@@ -62,7 +62,7 @@ def unpack_expert(weights: Expert) -> PlainExpert:
     return _plain(gate_up), _plain(down)
 
 
-def _plain(weight: Weight) -> torch.Tensor:
+def _plain(weight: FloatWeight) -> torch.Tensor:
     return weight.unpack() if isinstance(weight, PackedTensor) else weight
 
 
@@ -75,7 +75,7 @@ class ExpertWeight:
     part: int
     """0: gate over up; 1: down."""
 
-    def replace(self, weight: Weight) -> None:
+    def replace(self, weight: FloatWeight) -> None:
         """Uses `weight` from now on."""
         gate_up, down = self.layer.local_experts[self.expert]
         both = (gate_up, weight) if self.part else (weight, down)

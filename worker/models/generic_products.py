@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from swell.kernels.linear import PackedTensor, Weight, embedding, linear
+from swell.kernels.linear import Weight, embedding, linear
 from swell.worker.layers.packed_weight import PackedWeight
 
 
@@ -43,7 +43,7 @@ class _ObservedWeight(Tensor):
 
 
 _MAY_BE_READ = (Tensor.dtype.__get__, Tensor.device.__get__)  # type: ignore[attr-defined]
-"""Attributes that `PackedTensor` has, too."""
+"""Attributes that packed weights have, too."""
 
 
 class _Watched(PackedWeight):
@@ -93,9 +93,9 @@ class _Linear(_Watched, nn.Linear):
 class _Embedding(_Watched, nn.Embedding):
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._own_weight()
-        if isinstance(weight, PackedTensor):
-            return embedding(ids, weight)
-        return functional.embedding(ids, weight)
+        if isinstance(weight, Tensor):
+            return functional.embedding(ids, weight)
+        return embedding(ids, weight)
 
 
 def use_kernels(model: nn.Module) -> None:

@@ -25,7 +25,7 @@ from swell.configs.files.sharded_index import (
 )
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
-from swell.kernels.linear import LAYOUT_VERSION, PackedTensor, Weight, panel
+from swell.kernels.linear import LAYOUT_VERSION, FloatWeight, PackedTensor, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_interfaces import HasMesh
@@ -119,7 +119,7 @@ def _maps(index: ShardedIndex, device_type: str) -> bool:
     return False
 
 
-def _stored(file: TensorFile, name: str) -> Weight:
+def _stored(file: TensorFile, name: str) -> FloatWeight:
     packed = file.notes.packed.get(name)
     return PackedTensor(file.tensor(name), *packed) if packed else file.tensor(name)
 

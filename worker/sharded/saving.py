@@ -28,7 +28,7 @@ from swell.configs.files.sharded_index import (
     is_sharded,
 )
 from swell.configs.schema import Config
-from swell.kernels.linear import Weight
+from swell.kernels.linear import FloatWeight
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
@@ -159,7 +159,9 @@ class _Saver:
         )
         if self.target == "cpu":
             pack_weights(model)
-        weights: dict[str, Weight] = {k: tensor.weight for k, tensor in state_of(model).items()}
+        weights: dict[str, FloatWeight] = {
+            k: tensor.weight for k, tensor in state_of(model).items()
+        }
         all_bytes, done_bytes = sum(data_of(weight).nbytes for weight in weights.values()), 0
 
         def add(nbytes: int) -> None:
@@ -183,7 +185,7 @@ class _Saver:
                 if shards:
                     load_experts({expert: shards}, model.mesh, self.config.model)
                 name = expert_file_name(expert, self.experts, stage, parallel)
-                tensors: dict[str, Weight] = {shard.name: shard.target for shard in shards}
+                tensors: dict[str, FloatWeight] = {shard.name: shard.target for shard in shards}
                 files[name] = write_tensors(folder / name, tensors, lambda nbytes: None)
                 progress("experts, read and written", len(files), count)
         return files

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.linear import FloatWeight, PackedTensor
 from swell.worker.layers.moe import ExpertWeight, MoE
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.model_interfaces import HoldsTensors
@@ -19,11 +19,11 @@ from swell.worker.model_interfaces import HoldsTensors
 class StateTensor:
     """One tensor of a model; several modules may share it."""
 
-    weight: Weight
+    weight: FloatWeight
     layers: list[PackedWeight | ExpertWeight] = field(default_factory=list)
     """The layers that hold the tensor and can use it packed."""
 
-    def replace(self, weight: Weight) -> None:
+    def replace(self, weight: FloatWeight) -> None:
         """Makes the model use `weight`, of equal shape and type, without a copy."""
         if isinstance(weight, PackedTensor):
             for layer in self.layers:

@@ -25,7 +25,7 @@ from msgspec import Meta
 
 from swell.configs.files.bounded_files import parse_json
 from swell.configs.files.sharded_index import AGAIN, ShardFile, digest_of, refuse_other_length
-from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.linear import FloatWeight, PackedTensor
 
 AddBytes = Callable[[int], None]
 """Called with the number of bytes that were read or written since the last call."""
@@ -96,12 +96,12 @@ def word_sum(tensor: torch.Tensor, add: AddBytes = lambda nbytes: None) -> int:
     return total & _MASK
 
 
-def data_of(weight: Weight) -> torch.Tensor:
+def data_of(weight: FloatWeight) -> torch.Tensor:
     """Returns the memory of a weight, whether it is packed or not."""
     return weight.data if isinstance(weight, PackedTensor) else weight.detach()
 
 
-def write_tensors(path: Path, weights: Mapping[str, Weight], add: AddBytes) -> ShardFile:
+def write_tensors(path: Path, weights: Mapping[str, FloatWeight], add: AddBytes) -> ShardFile:
     """Writes a new file and waits until it is on disk."""
     tensors = {name: data_of(weight).contiguous() for name, weight in weights.items()}
     # Tensors of whole cache lines come first, in module order, then the others by the size of an

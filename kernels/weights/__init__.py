@@ -1,0 +1,1 @@
+"""The forms of weights other than plain tensors."""

@@ -1,0 +1,206 @@
+"""Quantized weights: small integers, and a scale for each group of an output's neighbouring inputs.
+
+    weight[o, i] = integers[o, i] * scales[o, i / group] + mins[o, i / group]
+
+Without `mins`, the integer in the middle of the range is zero: the minimum is -scale * 2 ** (bits -
+1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+GROUP = 32
+"""The number of inputs of a group that `quantize` makes."""
+SCALE_TYPES = (torch.float16, torch.float32)
+_ROWS_BYTES = 64 * 2**20
+"""The memory, in bytes, that the conversion of some rows of a weight may use."""
+
+
+@dataclass(frozen=True)
+class QuantizedForm:
+    """The form of a quantized weight."""
+
+    bits: int
+    """Bits of an integer: 4 or 8."""
+    group: int
+    """The number of inputs with one scale: a multiple of 32."""
+    has_mins: bool
+    scale_type: torch.dtype
+
+    def __post_init__(self) -> None:
+        assert self.bits in (4, 8) and self.group % 32 == 0 and self.scale_type in SCALE_TYPES, self
+
+    @property
+    def zero(self) -> int:
+        """The integer that stands for zero if there are no minima."""
+        return 1 << (self.bits - 1)
+
+    def block_bytes(self, panel: int) -> int:
+        """Returns the bytes of one group of `panel` outputs."""
+        numbers = self.scale_type.itemsize * (1 + self.has_mins)
+        return panel * (numbers + self.group * self.bits // 8)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """A weight [out, in] that is not packed yet."""
+
+    integers: Tensor
+    """[out, in] uint8, each below 2 ** bits"""
+    scales: Tensor
+    """[out, in / group] float16 or float32, finite"""
+    mins: Tensor | None
+    """The same shape and type as `scales`; None: see the module's docstring."""
+    bits: int
+
+    @property
+    def form(self) -> QuantizedForm:
+        group = self.integers.shape[1] // self.scales.shape[1]
+        return QuantizedForm(self.bits, group, self.mins is not None, self.scales.dtype)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns the weight [out, in]: each number is rounded to float32, then to `dtype`."""
+        outs, size = self.integers.shape
+        result = self.integers.new_empty(outs, size, dtype=dtype)
+        step = max(1, _ROWS_BYTES // (16 * max(1, size)))
+        for row in range(0, outs, step):
+            rows = slice(row, row + step)
+            scales = self.scales[rows].double().unsqueeze(2)
+            mins = -self.form.zero * scales if self.mins is None else self.mins[rows].unsqueeze(2)
+            groups = self.integers[rows].unflatten(1, (-1, self.form.group))
+            result[rows] = (groups * scales + mins).float().flatten(1)
+        return result
+
+
+@dataclass(frozen=True)
+class PackedQuantizedTensor:
+    """A quantized weight [out, in] in panels of neighbouring outputs, for products with `dtype`.
+
+    A panel has one block for each group: the scales of its outputs, their minima if there are any,
+    and words of 32 bits for neighbouring inputs of one output, [words, outputs of a panel]. A word
+    has 4 inputs of 8 bits, the first in the lowest byte; or 8 inputs of 4 bits, the first four in
+    the low halves of the bytes. Outputs that pad the last panel are zero.
+    """
+
+    data: Tensor
+    """[panels, in / group, bytes of a block] uint8"""
+    out_features: int
+    in_features: int
+    form: QuantizedForm
+    dtype: torch.dtype
+    """The type of the inputs and outputs of products."""
+    integer_activations: bool
+    """Whether products round the groups of their inputs to integers of 8 bits and a scale, too."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @classmethod
+    def pack(
+        cls, weight: QuantizedTensor, panel: int, dtype: torch.dtype, integer_activations: bool
+    ) -> PackedQuantizedTensor:
+        """Returns the weight in panels of this many outputs."""
+        outs, size = weight.integers.shape
+        form = weight.form
+        groups = size // form.group
+        padding = (0, 0, 0, -outs % panel)
+        bytes_ = weight.integers
+        if form.bits == 4:
+            low, high = bytes_.unflatten(1, (-1, 2, 4)).unbind(2)
+            bytes_ = (low | high << 4).flatten(1)
+        words = _cast(functional.pad(bytes_, padding), torch.int32)
+        # [panels, panel, groups, words] -> [panels, groups, words, panel]
+        words = words.unflatten(1, (groups, -1)).unflatten(0, (-1, panel)).permute(0, 2, 3, 1)
+        parts = [_cast(words.flatten(2), torch.uint8)]
+        for numbers in (weight.mins, weight.scales):
+            if numbers is not None:
+                numbers = functional.pad(numbers, padding).unflatten(0, (-1, panel))
+                parts.insert(0, _cast(numbers.transpose(1, 2), torch.uint8))
+        return cls(torch.cat(parts, 2), outs, size, form, dtype, integer_activations)
+
+    def unpack(self) -> QuantizedTensor:
+        """Returns the weight as it was packed."""
+        form, outs = self.form, self.out_features
+        panel = self.data.shape[2] // form.block_bytes(1)
+        numbers = panel * form.scale_type.itemsize
+        sizes = [numbers] * (1 + form.has_mins)
+        *scales, words = self.data.split([*sizes, self.data.shape[2] - sum(sizes)], 2)
+        words = _cast(words, torch.int32).unflatten(2, (-1, panel))
+        words = words.permute(0, 3, 1, 2).flatten(0, 1)[:outs].flatten(1)
+        integers = _cast(words, torch.uint8)
+        if form.bits == 4:
+            halves = integers.unflatten(1, (-1, 4))
+            integers = torch.stack((halves & 15, halves >> 4), 2).flatten(1)
+        unpacked = [
+            _cast(part, form.scale_type).transpose(1, 2).flatten(0, 1)[:outs].contiguous()
+            for part in scales
+        ]
+        mins = unpacked[1] if form.has_mins else None
+        return QuantizedTensor(integers, unpacked[0], mins, form.bits)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of a tensor as numbers of another type, which divide its last dimension."""
+    # In one dimension, because torch accepts only strides of contiguous tensors, even of size 1.
+    return tensor.reshape(-1).contiguous().view(dtype).view(*tensor.shape[:-1], -1)
+
+
+def quantize(weight: Tensor, bits: int) -> QuantizedTensor:
+    """Rounds a weight [out, in] of floats to integers, without minima; `in` must be a multiple of
+    `GROUP`.
+
+    With 8 bits the scale of a group is its largest magnitude / 127. With 4 bits it is the one of
+    several whose squared error is the smallest.
+    """
+    outs, size = weight.shape
+    assert size % GROUP == 0, (size, GROUP)
+    step = max(1, _ROWS_BYTES // (32 * max(1, size)))
+    rows = [weight.detach()[row : row + step] for row in range(0, outs, step)]
+    largest = max((float(part.abs().max()) for part in rows if part.numel()), default=0.0)
+    zero = 1 << (bits - 1)
+    # float16 has steps of 2^-24 below 2^-14, and ends at 65504.
+    scale_type = torch.float16 if 2**-14 < largest / zero < 2**14 else torch.float32
+    integers = torch.empty(outs, size, dtype=torch.uint8, device=weight.device)
+    scales = torch.empty(outs, size // GROUP, dtype=scale_type, device=weight.device)
+    for at, part in enumerate(rows):
+        here = slice(at * step, at * step + len(part))
+        groups = part.float().unflatten(1, (-1, GROUP))
+        largest_of = groups.abs().amax(-1, keepdim=True)
+        of_rows = (largest_of / 127 if bits == 8 else _best_scales(groups)).to(scale_type)
+        scales[here] = of_rows.squeeze(2)
+        rounded = _integers(groups, of_rows.float(), -127 if bits == 8 else -8, zero - 1)
+        integers[here] = (rounded + zero).flatten(1)
+    return QuantizedTensor(integers, scales, None, bits)
+
+
+def _integers(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
+    return torch.where(scales == 0, 0.0, groups / scales).round_().clamp_(lowest, highest)
+
+
+_RANGES = (7.0, 7.5, 8.0, 8.5)
+"""The integers, not rounded, to which the largest number of a group may be scaled. Integers end at
+-8 on one side and at 7 on the other, and the largest number is on the side of -8. It is rounded up
+or cut off if that makes the other numbers more precise."""
+
+
+def _best_scales(groups: Tensor) -> Tensor:
+    """[..., GROUP] -> the scale of each group for integers of 4 bits, [..., 1]"""
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    largest = torch.where(high > -low, high, low)
+    best, lowest_error = largest, torch.full_like(largest, torch.inf)
+    for numbers in _RANGES:
+        scales = largest / -numbers
+        errors = _integers(groups, scales, -8, 7) * scales - groups
+        error = errors.square_().sum(-1, keepdim=True)
+        best = torch.where(error < lowest_error, scales, best)
+        lowest_error = torch.minimum(error, lowest_error)
+    integers = _integers(groups, best, -8, 7)
+    # The scale with the least squared error for these integers.
+    squares = integers.square().sum(-1, keepdim=True)
+    return torch.where(squares == 0, 0.0, (groups * integers).sum(-1, keepdim=True) / squares)
