@@ -19,6 +19,7 @@ from swell.configs.runtime.network import host_address, other_ports
 from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import Config
 from swell.coordinator.coordinator import find
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId, NotLeading
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
@@ -62,6 +63,9 @@ class EngineActor:
         self._loading = threading.Lock()
         self._status = "starting"
         self._stopping = False
+        self._manager = NO_MANAGER
+        self._manager_lock = threading.Lock()
+        """Held while `_manager` is set, and while a stop of an earlier manager is refused."""
         self._end = "it was stopped"
         self._ended = threading.Event()
         self._served = threading.Event()
@@ -161,12 +165,15 @@ class EngineActor:
         self._thread = threading.Thread(target=run, name="swell-engine", daemon=True)
         self._thread.start()
 
-    def version(self) -> str:
-        """Returns the version that it runs, or is about to run. Raises RuntimeError if it stops or
-        has stopped: its process is left over from a manager that was lost while it terminated the
-        engine, and the next manager must not adopt it."""
-        self._check_not_ended()
-        return self._version
+    def adopt(self, by: ManagerId) -> str:
+        """Returns the version that it runs, or is about to run. From now on no earlier manager can
+        stop it, although its call may arrive late. Raises RuntimeError if it stops or has stopped:
+        its process is left over from a manager that was lost while it terminated the engine, and
+        the next manager must not adopt it."""
+        with self._manager_lock:
+            self._check_not_ended()
+            self._manager = max(self._manager, by, key=lambda manager: manager.term)
+            return self._version
 
     def _check_not_ended(self) -> None:
         if self._stopping or self._ended.is_set():
@@ -201,10 +208,14 @@ class EngineActor:
         self._served.wait(timeout_s)
         return self._end if self._ended.is_set() else None
 
-    def stop(self) -> None:
+    def stop(self, by: ManagerId) -> None:
         """Stops the engine and waits until its workers have released their resources. An engine
-        that is loading does not serve afterwards."""
-        self._stopping = True
+        that is loading does not serve afterwards. Raises NotLeading if a later manager has adopted
+        the engine."""
+        with self._manager_lock:
+            if by.term < self._manager.term:
+                raise NotLeading(f"engine {self._rank} has been adopted by a later manager")
+            self._stopping = True
         if (server := self._server) is not None:
             server.stop()
             self._ended.wait()

@@ -20,7 +20,7 @@ from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState
+from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
@@ -223,6 +223,7 @@ class SimEngine:
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
         self._stopping = False
+        self._manager = NO_MANAGER
         self._ended, self._served = asyncio.Event(), asyncio.Event()
         self.executor = SimExecutor(
             process,
@@ -314,8 +315,9 @@ class SimEngine:
         if not task.cancelled() and task.exception() is not None:
             self.process.fail("engine", task.exception())  # type: ignore[arg-type]
 
-    def version(self) -> str:
+    def adopt(self, by: ManagerId) -> str:
         self._check_not_ended()
+        self._manager = max(self._manager, by, key=lambda manager: manager.term)
         return self.current_version
 
     def _check_not_ended(self) -> None:
@@ -359,7 +361,9 @@ class SimEngine:
             return None
         return "it was stopped" if self._ended.is_set() else None
 
-    async def stop(self) -> None:
+    async def stop(self, by: ManagerId) -> None:
+        if by.term < self._manager.term:
+            raise NotLeading(f"engine {self.rank} has been adopted by a later manager")
         self._stopping = True
         if self.server is not None:
             self.server.stop()

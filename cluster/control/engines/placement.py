@@ -29,6 +29,7 @@ from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.ray.ray_port import Group, RayPort
 from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
+from swell.coordinator.manager_state import NotLeading
 from swell.coordinator.roster import MemberState
 from swell.coordinator.transport.runtime import Runtime
 from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
@@ -186,7 +187,8 @@ class Placement:
 
     async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
         """Set the version that the engine runs or is about to run, and `ready` if it has loaded."""
-        name = await asyncio.wait_for(self._ray.call(handle.actor, "version"), _ANSWER_S)
+        adopting = self._ray.call(handle.actor, "adopt", self._coordinator.manager_id())
+        name = await asyncio.wait_for(adopting, _ANSWER_S)
         try:
             await self.refresh(handle)
         except ActorRaised:
@@ -341,15 +343,31 @@ class Placement:
         return reason
 
     async def end(self, handle: EngineHandle) -> None:
-        """Stop an engine, kill what does not stop, and free its resources."""
+        """Stop an engine, kill what does not stop, and free its resources. Do nothing if another
+        manager has adopted it."""
         _cancel_watcher(handle)
+        may_destroy = True
         try:
-            if handle.actor is not None:
-                await asyncio.wait_for(self._ray.call(handle.actor, "stop"), _STOP_S)
-        except (TimeoutError, ActorError):
-            pass
+            may_destroy = await self._stop(handle)
         finally:
-            await self._destroy(handle)
+            if may_destroy:
+                await self._destroy(handle)
+
+    async def _stop(self, handle: EngineHandle) -> bool:
+        """Stop an engine. Returns whether this manager may kill its processes. Another manager may
+        have adopted an engine that has not answered."""
+        if handle.actor is None:
+            return True
+        stopping = self._ray.call(handle.actor, "stop", self._coordinator.manager_id())
+        try:
+            await asyncio.wait_for(stopping, _STOP_S)
+        except ActorRaised as error:
+            return not isinstance(error.cause, NotLeading)
+        except (TimeoutError, ActorUnavailable):
+            return handle.ended is not None or await self.may_end()
+        except ActorError:
+            pass
+        return True
 
     async def kill(self, handle: EngineHandle) -> None:
         """Kill an engine that may hang: its process first, because `RayPort.kill` takes seconds."""

@@ -67,7 +67,7 @@ class CoordinatorHandle:
         self._restarts = 0
         self._log = StructuredLogger("cluster.coordinator")
         self.contact: CoordinatorContact | None = None
-        self._manager_id = manager_id
+        self.manager_id = manager_id
 
     @property
     def pid(self) -> int | None:
@@ -122,7 +122,7 @@ class CoordinatorHandle:
             roster = (await self.view()).roster
             listed = {found.incarnation for rank in ranks if (found := roster.find(rank))}
             earlier = sorted((listed | {*ended}) - own)
-            joining = self._send("join", members, limit_s, self._manager_id(), earlier)
+            joining = self._send("join", members, limit_s, self.manager_id(), earlier)
             result: JoinResult = await joining
             return result
 
@@ -133,11 +133,11 @@ class CoordinatorHandle:
 
     async def leave(self, ranks: list[int]) -> int:
         """Mark engines as leaving. Returns the epoch of a roster that says so."""
-        call = self._send("leave", ranks, self._manager_id())
+        call = self._send("leave", ranks, self.manager_id())
         return (await self._change_roster("leaving", ranks, call)).epoch
 
     async def cancel_leave(self, ranks: list[int]) -> None:
-        call = self._send("cancel_leave", ranks, self._manager_id())
+        call = self._send("cancel_leave", ranks, self.manager_id())
         await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
@@ -145,13 +145,13 @@ class CoordinatorHandle:
         under which they were found idle; the coordinator removes none of them if it has a newer
         roster."""
         limit_s = self._config.cluster.start_timeout_s
-        call = self._send("detach", ranks, limit_s, self._manager_id(), idle_epoch)
+        call = self._send("detach", ranks, limit_s, self.manager_id(), idle_epoch)
         return await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int], incarnations: list[int] | None = None) -> None:
         """Remove dead engines; with `incarnations` only these. The call may reach a successor of
         the coordinator, which may list another engine of the rank."""
-        call = self._send("remove_failed", ranks, self._manager_id(), incarnations)
+        call = self._send("remove_failed", ranks, self.manager_id(), incarnations)
         await self._change_roster("removed", ranks, call)
 
     async def _change_roster(
@@ -162,10 +162,10 @@ class CoordinatorHandle:
         return roster
 
     async def pause(self) -> None:
-        await self._call_as_manager(self._send("pause", self._manager_id()))
+        await self._call_as_manager(self._send("pause", self.manager_id()))
 
     async def resume(self) -> None:
-        await self._call_as_manager(self._send("resume", self._manager_id()))
+        await self._call_as_manager(self._send("resume", self.manager_id()))
 
     async def _call_as_manager(self, call: Awaitable[T], limit_s: float = 0.0) -> T:
         try:

@@ -15,6 +15,7 @@ from swell.cluster.control.engines.actor_names import EngineName
 from swell.configs.runtime import process
 from swell.configs.runtime.gpus import VISIBLE_GPUS
 from swell.configs.schema import Config, load
+from swell.coordinator.manager_state import ManagerId, NotLeading
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
@@ -29,6 +30,8 @@ from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
 
 SOON_S = 60.0
 PORTS = range(21_800, 21_832)
+MANAGER = ManagerId("first", 1)
+SUCCESSOR = ManagerId("second", 2)
 
 
 def group(rank: int, node: str) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     contact = CoordinatorContact(coordinator.address, keys, 1)
     made = kind(load(str(NANO), settings), 0, contact, "1-a")
     yield made
-    made.stop()
+    made.stop(SUCCESSOR)
     coordinator.close()
 
 
@@ -106,7 +109,7 @@ def test_a_reloaded_engine_has_a_new_incarnation(shell: Any, tmp_path: Path) -> 
     first = shell.start(None, shell._config, "1-a")
     before = answer(shell, first)
     second = shell.start(None, with_weights(shell, folder), "2-b")
-    assert (first.version, second.version, shell.version()) == ("1-a", "2-b", "2-b")
+    assert (first.version, second.version, shell.adopt(MANAGER)) == ("1-a", "2-b", "2-b")
     assert second.incarnation != first.incarnation and second.address != first.address
     assert second.pid == first.pid and second.limits == first.limits
     after = answer(shell, second)
@@ -151,7 +154,9 @@ def test_an_engine_keeps_its_weights_if_new_ones_are_unusable(shell: Any, tmp_pa
     with pytest.raises(NewWeightsRefused, match=r"norm\.weight"):
         shell.start(None, with_weights(shell, folder), "2-b")
     second = shell.ready()
-    assert second.version == shell.version() == "1-a" and second.incarnation != first.incarnation
+    assert (
+        second.version == shell.adopt(MANAGER) == "1-a" and second.incarnation != first.incarnation
+    )
     assert answer(shell, second) == before
     assert shell.start(None, shell._config, "1-a") == second
 
@@ -209,9 +214,9 @@ def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
     thread = threading.Thread(target=start)
     thread.start()
     assert loading.wait(SOON_S)
-    shell.stop()
+    shell.stop(MANAGER)
     with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
-        shell.version()
+        shell.adopt(MANAGER)
     may_load.set()
     thread.join(SOON_S)
     assert errors == ["engine 0 has terminated: it was stopped"] and shell._server is None
@@ -221,8 +226,19 @@ def test_a_stopped_engine_has_no_version_for_the_next_manager(shell: Any) -> Non
     """A manager that was lost while it terminated this engine has left its process: the next
     manager must not adopt it."""
     shell.start(None, shell._config, "1-a")
-    assert shell.version() == "1-a"
-    shell.stop()
-    for call in (shell.version, lambda: shell.start(None, shell._config, "1-a")):
+    assert shell.adopt(MANAGER) == "1-a"
+    shell.stop(MANAGER)
+    for call in (lambda: shell.adopt(MANAGER), lambda: shell.start(None, shell._config, "1-a")):
         with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
             call()
+
+
+def test_a_late_stop_of_an_earlier_manager_does_not_end_an_adopted_engine(shell: Any) -> None:
+    shell.start(None, shell._config, "1-a")
+    assert shell.adopt(SUCCESSOR) == "1-a"
+    assert shell.adopt(MANAGER) == "1-a", "a late probe of the first manager"
+    with pytest.raises(NotLeading, match="a later manager"):
+        shell.stop(MANAGER)
+    assert shell.ended(0.0) is None
+    shell.stop(SUCCESSOR)
+    assert shell.ended(0.0) == "it was stopped"

@@ -7,6 +7,7 @@ import asyncio
 
 import pytest
 
+from swell.coordinator.manager_state import ManagerId
 from swell.coordinator.roster import Roster
 from tests.simulator.actors import SimEngine
 from tests.simulator.kernel.kernel import WORLD
@@ -27,8 +28,8 @@ def test_the_next_manager_does_not_adopt_a_stopped_engine(monkeypatch: pytest.Mo
     stopped: list[int] = []
     back: list[int] = []
 
-    async def stop_and_lose_manager(engine: SimEngine) -> None:
-        await stop(engine)
+    async def stop_and_lose_manager(engine: SimEngine, by: ManagerId) -> None:
+        await stop(engine, by)
         await asyncio.sleep(_SLOW_S)
         if not stopped and engine.server is not None:
             stopped.append(engine.server.incarnation)
@@ -51,8 +52,8 @@ def test_the_next_manager_does_not_adopt_an_engine_that_was_stopped_while_it_loa
     run = Run(Scenario(0, 1, 1, False, (), (), operations, slow_load_s=0.6))
     plane, stop, stopped = run.plane, SimEngine.stop, list[SimEngine]()
 
-    async def stop_late(engine: SimEngine) -> None:
-        await stop(engine)
+    async def stop_late(engine: SimEngine, by: ManagerId) -> None:
+        await stop(engine, by)
         if not stopped and engine.server is None:
             stopped.append(engine)
             await asyncio.sleep(0.25 * _SLOW_S)

@@ -22,6 +22,7 @@ from swell.cluster.control.ray.actor_errors import (
     GcsUnavailable,
 )
 from swell.configs.schema import ConfigError, load
+from swell.coordinator.manager_state import ManagerId, NotLeading
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.service import Membership
 from swell.coordinator.state_machine import StalledEngine
@@ -47,10 +48,10 @@ class Table(FakeRay):
     """Engines and their answers. Engines and their groups take a while to disappear."""
 
     async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
-        if method == "version" and self.actors.get(actor) is LOADING:
+        if method == "adopt" and self.actors.get(actor) is LOADING:
             return VERSION.name
         answer = await super()._answer(actor, method, args)
-        return answer.version if method == "version" else answer
+        return answer.version if method == "adopt" else answer
 
     def engine(
         self, rank: int, start: str, answer: Any, *, tag: str = TAG, group: bool = True
@@ -66,6 +67,7 @@ class FakeCoordinator:
     """The part of a `CoordinatorHandle` that `Placement` uses."""
 
     name = "coordinator-configuration"
+    manager_id = staticmethod(lambda: ManagerId("owner", 1))
     contact = SimpleNamespace(keys=KEYS, address=ADDRESS)
 
     def __init__(self, *members: Member) -> None:
@@ -340,5 +342,37 @@ def test_workers_that_must_share_a_host_share_a_bundle(
             with pytest.raises(StartFailed, match="must share a host") as caught:
                 await ours.start(ours.plan(0, version), ignore)
             assert not caught.value.permanent, "a host may join"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("answer", "leads", "is_destroyed"),
+    [
+        (ActorRaised(NotLeading("it was adopted")), True, False),
+        (ActorUnavailable("no answer"), False, False),
+        (ActorUnavailable("no answer"), True, True),
+        (DEAD, False, True),
+        (None, False, True),
+    ],
+)
+def test_an_engine_that_another_manager_has_adopted_is_not_ended(
+    table: Table, answer: Any, leads: bool, is_destroyed: bool
+) -> None:
+    """An engine that has answered its stop, or is dead, has not been adopted."""
+    asked: list[None] = []
+
+    async def may_end() -> bool:
+        asked.append(None)
+        return leads
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        ours.may_end = may_end
+        handle = ours.plan(0, VERSION)
+        handle.actor = handle.group = table.engine(0, handle.name.rpartition("-")[2], answer)
+        await ours.end(handle)
+        assert (handle.name in table.ended) is is_destroyed
+        assert len(asked) == isinstance(answer, ActorUnavailable)
 
     asyncio.run(scenario())
