@@ -307,6 +307,17 @@ class AdapterSlots:
         sizes = (max_tokens if count else 0, count, device)
         self._among_all, self._among_sampled = LoraTokens(*sizes), LoraTokens(*sizes)
 
+    @property
+    def may_adapt(self) -> bool:
+        """Whether steps may have tokens with adapters."""
+        return self._adapters.count > 0
+
+    def no_tokens(self) -> AdaptedTokens:
+        """Returns the tokens of a step without tokens, valid until the next step."""
+        for tokens in (self._among_all, self._among_sampled):
+            tokens.set({})
+        return AdaptedTokens(0, self._among_all, self._among_sampled)
+
     def add_request(self, row: NewRequest) -> None:
         """Adds the request that takes a slot. Raises `AdapterNotLoaded`."""
         self._of_slot.pop(row.slot, None)

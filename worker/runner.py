@@ -195,25 +195,34 @@ class ModelRunner:
 
     @property
     def captures(self) -> list[list[Callable[[], None]]]:
-        """For the model without adapters, and for the draft model: functions that capture the steps
-        that may be captured, where each of their sizes is captured by itself; the largest first."""
+        """For the model without adapters, with adapters, and for the draft model: functions that
+        capture the steps that may be captured, where each of their sizes is captured by itself; the
+        largest first."""
         buckets = self._buckets.largest_first()
-        return [self._captures_of(buckets), self._draft_runner.captures]
+        adapted = self._captures_of(buckets, adapted=True) if self.adapters.may_adapt else []
+        return [self._captures_of(buckets), adapted, self._draft_runner.captures]
 
-    def _captures_of(self, buckets: Iterable[Bucket]) -> list[Callable[[], None]]:
+    def _captures_of(
+        self, buckets: Iterable[Bucket], adapted: bool = False
+    ) -> list[Callable[[], None]]:
         heads = self._model_step.captured_heads
-        return [partial(self._capture, bucket, head) for bucket in buckets for head in heads]
+        return [
+            partial(self._capture, bucket, head, adapted) for bucket in buckets for head in heads
+        ]
 
     @torch.inference_mode()
-    def _capture(self, bucket: Bucket, head: HeadOutput) -> None:
+    def _capture(self, bucket: Bucket, head: HeadOutput, adapted: bool) -> None:
         batch = self.batches.build(SchedulerOutput(0), bucket)
+        if adapted:
+            batch = replace(batch, adapters=self.adapters.no_tokens())
         self._model_step.capture(batch, head)
 
     def capture_steps(self, on_progress: Callable[[], None]) -> None:
         """Captures the steps in which every row computes one token, where each of their sizes is
         captured by itself. Others are captured when they first occur. Calls `on_progress` after
         each capture."""
-        # The largest first: others use its memory.
+        with torch.inference_mode():
+            self._model_step.reserve(self.batches, self._buckets)
         for capture in self._captures_of(reversed(self._buckets.decode)):
             capture()
             on_progress()
@@ -248,6 +257,8 @@ class ModelRunner:
         if sync_result.moves_experts:
             self._model_step.drop_captures()
         bucket = self._buckets.choose(sync_result.steps)
+        if bucket is not None:
+            self._model_step.reserve(self.batches, self._buckets)
         if not plan.slots:
             self._execute_dummy(plan, bucket)
             return self._output(plan, sync_result, None)

@@ -206,7 +206,10 @@ class DraftRunner(ProposingRunner):
         return self._pass(step)
 
     def _pass(self, step: SchedulerOutput) -> Tensor | None:
-        batch = self._batches.build(step, self._buckets.choose([EngineStep.of(step)]))
+        bucket = self._buckets.choose([EngineStep.of(step)])
+        if bucket is not None:
+            self._forward.reserve(self._batches, self._buckets)
+        batch = self._batches.build(step, bucket)
         hidden = self._forward.hidden(batch, None, HeadOutput.ARGMAX)
         if not batch.num_samples:
             return None

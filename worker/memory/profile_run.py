@@ -174,9 +174,9 @@ class LargestSteps:
 
 
 def profile(runner: ModelRunner, steps: LargestSteps) -> Iterator[int | None]:
-    """Computes the steps with a runner that is dropped afterwards. Then, for the model and for its
-    draft model, yields how many of its steps may be captured later, captures a few of them, and
-    yields None after each capture. Every worker of the engine does it at the same time."""
+    """Computes the steps with a runner that is dropped afterwards. Then, for each list of its
+    `captures`, yields how many steps may be captured later, captures a few of them, and yields None
+    after each capture. Every worker of the engine does it at the same time."""
     for plan in steps.plans():
         output = runner.execute_model(plan)
         if output is not None:
@@ -184,10 +184,8 @@ def profile(runner: ModelRunner, steps: LargestSteps) -> Iterator[int | None]:
             assert not failed, f"the largest step {plan.step} is refused: {failed}"
     runner.drain()
     runner.drop_captures()  # those of the steps above
-    of_target, of_drafts = runner.captures
-    counts = len(of_target) * (1 + steps.config.lora.is_on), len(of_drafts)
-    for captures, count in zip((of_target, of_drafts), counts, strict=True):
-        yield count
+    for captures in runner.captures:
+        yield len(captures)
         for capture in captures[:PROFILE_CAPTURES]:
             capture()
             yield None

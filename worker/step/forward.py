@@ -25,8 +25,8 @@ from swell.worker.model_interfaces import (
     SupportsLayerTaps,
     SupportsPP,
 )
-from swell.worker.step.buckets import MAX_TOKENS
-from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.buckets import MAX_TOKENS, Buckets
+from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import NO_TAPS
 from swell.worker.step.request_states import RequestStates
@@ -84,6 +84,11 @@ class Forward:
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         """Captures the steps of the batch's bucket now, if they can be captured, so that the first
         of them need not."""
+
+    def reserve(self, batches: BatchBuilder, buckets: Buckets) -> None:
+        """Takes the memory of all captures, if there are none yet: captures the largest step. All
+        captures use the same memory, but several parts of it that smaller steps have taken do not
+        become one part for a larger step. Builds a batch with `batches`."""
 
     def drop_captures(self) -> None:
         """Forgets all captures, because they contain operations of groups that are left. Steps are
@@ -158,6 +163,11 @@ class CapturedForward(Forward):
     def capture(self, batch: InputBatch, head: HeadOutput) -> None:
         self._find(batch, head)
 
+    def reserve(self, batches: BatchBuilder, buckets: Buckets) -> None:
+        if self.needs_buckets and self._capturable and not self._captured:
+            batch = batches.build(SchedulerOutput(0), buckets.largest_first()[0])
+            self.capture(batch, self.captured_heads[0])
+
     def make_intermediate(self, batch: InputBatch) -> IntermediateTensors:
         received = self._received(batch) if batch.bucket is not None else None
         if received is None:
@@ -204,7 +214,7 @@ class CapturedForward(Forward):
                 self._captured[key] = _CapturedSteps(*args)
             except NotCapturableError:
                 self._mesh.check()  # the reason may be that the groups were aborted
-                if not self._mesh.shares_experts:
+                if not (self._mesh.shares_experts or self._mesh.tensor.size > 1):
                     self._capturable = False
                     return None
                 self._captured[key] = _RepeatedSteps(*args)

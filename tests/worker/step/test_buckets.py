@@ -255,6 +255,26 @@ def test_a_capture_that_fails_with_its_groups_is_tried_again(tmp_path, fixed_gra
         assert fixed_graphs.captured[before:] == [(8, 2, 2)]
 
 
+def test_a_worker_whose_captures_fail_computes_the_sizes_of_its_peers(
+    tmp_path, request, monkeypatch
+):
+    """Peers replay operations of their groups with the sizes of a bucket."""
+    make(tmp_path, "llama")
+    options = {"parallel.tensor": 2}
+    expected = answers(tmp_path, **options)
+    graphs: FixedGraphs = request.getfixturevalue("fixed_graphs")
+    capture, first = graphs.capture, threading.Lock()
+
+    def refuse_one_worker(run, sizes):
+        if first.acquire(blocking=False):
+            graphs.refusing.add(threading.get_ident())
+        return capture(run, sizes)
+
+    monkeypatch.setattr(graphs, "capture", refuse_one_worker)
+    assert answers(tmp_path, **options) == expected
+    assert len(graphs.refusing) == len(graphs.replays) == 1
+
+
 def test_activations_are_not_overwritten_while_they_are_sent(tmp_path, fixed_graphs, monkeypatch):
     make(tmp_path, "llama")
     unchanged: list[bool] = []
@@ -297,7 +317,7 @@ def test_decode_steps_are_captured_before_the_first_request(tmp_path, fixed_grap
     make(tmp_path, "llama")
     with LLM(str(tmp_path), **{"scheduler.max_rows": 5, "cache.memory_bytes": 1 << 22}) as llm:
         captured = [*fixed_graphs.captured]
-        assert captured == [(rows,) * 3 for rows in (5, 5, 4, 4, 2, 2, 1, 1)]
+        assert captured == [(512, 5, 5), *((rows,) * 3 for rows in (5, 5, 4, 4, 2, 2, 1, 1))]
         assert not fixed_graphs.replays
         llm.generate([[5]], SamplingParams(max_tokens=3, ignore_eos=True))
         assert fixed_graphs.captured == captured
