@@ -27,6 +27,8 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "path",
         "load_format",
         "dtype",
+        "quantize",
+        "activations",
         "max_model_len",
         "device",
         "seed",

@@ -33,8 +33,8 @@ from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
 from swell.worker.hf_config import load_config, resolve_dtype
-from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import LoadedWeights, load_weights
+from swell.worker.layers.packed_weight import Packing, pack_weights, refuse_unquantizable
+from swell.worker.loader import load_weights
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory import kv_cache
 from swell.worker.memory.block_files import BlockFiles
@@ -139,7 +139,7 @@ class Worker:
         self._prepare_thread()
         layout, exact = self.config.parallel, self.config.model.exact
         self.mesh = Mesh.build(layout, self.rank, device=self.device, host=self._host, exact=exact)
-        return self._build_model().nbytes + self.draft_model.nbytes + self.adapters.nbytes
+        return self._build_model() + self.draft_model.nbytes + self.adapters.nbytes
 
     def measure(self) -> WorkerLimits:
         """Measures what fits into the memory that weights and groups leave. Every worker of the
@@ -179,8 +179,8 @@ class Worker:
         finally:
             self._drop_caches()
 
-    def _build_model(self) -> LoadedWeights:
-        """Builds and loads the model."""
+    def _build_model(self) -> int:
+        """Builds and loads the model; returns the bytes of its weights."""
         assert self.mesh is not None
         self._is_whole = False
         model_config = self.config.model
@@ -191,12 +191,14 @@ class Worker:
         if self._shape is not None:
             self._shape.refuse_other(shape, model_config.path)
         self._shape = shape
+        packing = Packing.of(model_config, self.device, self._dtype)
         self.model = model = build_model(
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
+        refuse_unquantizable(model, packing)
         loaded = load_weights(model, model_config, self._on_loaded)
-        self._mapped_bytes = loaded.mapped_bytes
-        pack_weights(model, model_config.exact)
+        quantized = pack_weights(model, packing)
+        self._mapped_bytes = max(0, loaded.mapped_bytes - quantized.before)
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
             self.pooler = load_pooler(
@@ -208,7 +210,7 @@ class Worker:
             self.config, hf_config, pooling, model, self.mesh, self._count_progress
         )
         self._is_whole = True
-        return loaded
+        return loaded.nbytes - quantized.before + quantized.after
 
     @property
     def _built_model(self) -> Model:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from swell.cluster.local import LLM
 from swell.worker.layers.moe import MoE
-from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.packed_weight import PackedWeight, Packing
 from tests.benchmarks.routed_experts_cost import NANO_MOE
 from tests.benchmarks.sampling_cost import PROMPT_TOKENS, STEPS, plain, print_ratio
 
@@ -35,12 +35,12 @@ def unpacked(**overrides: Any) -> LLM:
     """Returns an engine whose experts and routers are stored as in the checkpoint."""
     pack = PackedWeight.pack
 
-    def pack_others(layer: PackedWeight, exact: bool) -> None:
+    def pack_others(layer: PackedWeight, packing: Packing) -> None:
         if layer.weight.shape[0] > NUM_EXPERTS:
-            pack(layer, exact)
+            pack(layer, packing)
 
     with (
-        patch.object(MoE, "pack", lambda _layer, _exact: None),
+        patch.object(MoE, "pack", lambda _layer, _packing: None),
         patch.object(PackedWeight, "pack", pack_others),
     ):
         return LLM(NANO_MOE, **overrides)

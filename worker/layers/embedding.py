@@ -13,7 +13,7 @@ import torch
 
 from swell.kernels.linear import embedding, linear, linear_argmax
 from swell.worker.comm.mesh import Group
-from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.packed_weight import HEAD_BITS, PackedWeight, Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
 
 
@@ -38,8 +38,11 @@ class _VocabRows(PackedWeight):
 class VocabParallelEmbedding(_VocabRows):
     """Each rank looks up the tokens that it holds; every rank gets the sum over the group."""
 
-    def pack(self, exact: bool) -> None:
+    def pack(self, packing: Packing) -> None:
         """Does nothing: rows are looked up unpacked, unless a tied head packs them."""
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] int, each below `vocab` -> [T, hidden]"""
@@ -61,10 +64,13 @@ class ParallelLMHead(_VocabRows):
         self.weight = embedding.weight
         self._tied = (embedding,)  # in a tuple, so that it is not registered as a submodule
 
-    def pack(self, exact: bool) -> None:
-        super().pack(exact)
+    def pack(self, packing: Packing) -> None:
+        super().pack(packing)
         for tied in self._tied:
             tied.replace(self.weight)
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return HEAD_BITS if packing.bits else None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] -> logits [S, vocab] float32"""

@@ -18,7 +18,7 @@ from torch import nn
 from swell.kernels.linear import linear
 from swell.worker.comm.mesh import Group
 from swell.worker.layers.lora import NO_LORA, ActiveAdapters, LayerLora, LoraPart, NoLora
-from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.packed_weight import PackedWeight, Packing
 from swell.worker.layers.weight_shard import (
     ALL,
     WeightShard,
@@ -245,7 +245,8 @@ class RowParallelLinear(LinearLayer):
 
 
 class ReplicatedLinear(PackedWeight):
-    """A linear layer whose whole matrix is on every rank, which computes all outputs."""
+    """A linear layer whose whole matrix is on every rank, which computes all outputs. Such layers
+    are small, so they are never quantized."""
 
     bias: nn.Parameter | None
 
@@ -253,6 +254,9 @@ class ReplicatedLinear(PackedWeight):
         super().__init__()
         self.weight = empty_parameter(out_features, in_features)
         self.bias = empty_parameter(out_features) if bias else None
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]"""

@@ -45,7 +45,7 @@ from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, rout
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import FeedForward
-from swell.worker.layers.packed_weight import Packable
+from swell.worker.layers.packed_weight import Packable, Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard
 
 PlainExpert = tuple[torch.Tensor, torch.Tensor]
@@ -178,8 +178,8 @@ class MoE(FeedForward, Packable):
         make = self.router.weight.data.new_empty
         return make(gate_up), make(down)
 
-    def pack(self, exact: bool) -> None:
-        assert exact == self.mesh.exact, "experts that arrive later are packed like these"
+    def pack(self, packing: Packing) -> None:
+        assert packing.exact == self.mesh.exact, "experts that arrive later are packed like these"
         for expert, weights in self.local_experts.items():
             self.local_experts[expert] = self.pack_expert(weights)
 

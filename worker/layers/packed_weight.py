@@ -1,22 +1,63 @@
-"""Layers with one large matrix, which a backend may store in its own order."""
+"""Layers with one large matrix, which a backend may store in its own order, or quantized."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from swell.kernels.linear import PackedTensor, Weight, pack
+from swell.configs.schema import ModelConfig
+from swell.kernels.linear import PackedTensor, Weight, pack, pack_quantized
+from swell.kernels.weights.quantized import GROUP, PackedQuantizedTensor, quantize
 from swell.worker.model_interfaces import HoldsTensors
+
+HEAD_BITS = 8
+"""The bits of a quantized head, and of the embedding that shares its weight. Every token depends on
+them, and their rows are the same for all layers, so 4 bits would cost more than they save."""
+_BITS = {"none": None, "int8": 8, "int4": 4}
+_OR_NOT = "or set model.quantize=none"
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the weights of a model are stored for its products."""
+
+    exact: bool = False
+    """See `swell.kernels.linear.pack`."""
+    bits: int | None = None
+    """The bits of quantized weights; None: weights are not quantized."""
+    integer_activations: bool = False
+    """See `swell.kernels.linear.pack_quantized`."""
+
+    @classmethod
+    def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Packing:
+        """Raises `ValueError` if the device cannot compute with such weights."""
+        bits = _BITS[config.quantize]
+        wanted = f"model.quantize={config.quantize}"
+        if bits and device.type != "cpu":
+            raise ValueError(
+                f"{wanted}: only CPUs compute with quantized weights; use model.device=cpu, "
+                f"{_OR_NOT}"
+            )
+        if bits and dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(
+                f"{wanted} needs model.dtype=float32 or bfloat16, but the type of this model is "
+                f"{str(dtype).removeprefix('torch.')}; set model.dtype, {_OR_NOT}"
+            )
+        return cls(config.exact, bits, config.activations == "int8")
+
+
+FLOATS = Packing()
 
 
 class Packable(nn.Module):
     """A layer whose weights are packed once they are loaded."""
 
-    def pack(self, exact: bool) -> None:
-        """Replaces loaded weights by their packed form, unless they were loaded in that form.
-        `exact`: see `swell.kernels.linear.pack`."""
+    def pack(self, packing: Packing) -> None:
+        """Replaces loaded weights by their packed form, unless they were loaded in that form."""
         raise NotImplementedError
 
 
@@ -26,9 +67,20 @@ class PackedWeight(Packable):
     weight: Any
     """A parameter while it is loaded, then a `Weight` of `swell.kernels.linear`."""
 
-    def pack(self, exact: bool) -> None:
-        if not isinstance(self.weight, PackedTensor):
-            self.replace(pack(self.weight, exact))
+    def pack(self, packing: Packing) -> None:
+        weight, bits = self.weight, self.quantized_bits(packing)
+        if isinstance(weight, PackedQuantizedTensor):
+            return
+        if bits is not None:
+            plain = weight.unpack() if isinstance(weight, PackedTensor) else weight
+            quantized = quantize(plain, bits)
+            self.replace(pack_quantized(quantized, plain.dtype, packing.integer_activations))
+        elif not isinstance(weight, PackedTensor):
+            self.replace(pack(weight, packing.exact))
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        """Returns the bits of this layer's weight; None: it is not quantized."""
+        return packing.bits
 
     def replace(self, weight: Weight) -> None:
         """Uses `weight` from now on."""
@@ -36,20 +88,48 @@ class PackedWeight(Packable):
         self.weight = weight
 
 
-def pack_weights(model: HoldsTensors, exact: bool = False) -> None:
+class QuantizedBytes(NamedTuple):
+    """The sizes of all weights that were quantized."""
+
+    before: int
+    after: int
+
+
+def pack_weights(model: HoldsTensors, packing: Packing = FLOATS) -> QuantizedBytes:
     """Packs every weight of a loaded model, and those that several modules share once. Afterwards
     the model cannot be loaded again."""
+    before = after = 0
     by_weight: dict[int, list[PackedWeight]] = defaultdict(list)
     for module in model.modules():
         if isinstance(module, PackedWeight):
             by_weight[id(module.weight)].append(module)
         elif isinstance(module, Packable):
-            module.pack(exact)
+            module.pack(packing)
     for sharing in by_weight.values():
+        before_bytes = sharing[0].weight.data.nbytes
         for module in sharing:
-            module.pack(exact)
-            if isinstance(packed := module.weight, PackedTensor):
+            module.pack(packing)
+            if not isinstance(packed := module.weight, torch.Tensor):
                 for other in sharing:
                     if other.weight is not packed:
                         other.replace(packed)
+                if isinstance(packed, PackedQuantizedTensor):
+                    before, after = before + before_bytes, after + packed.data.nbytes
                 break
+    return QuantizedBytes(before, after)
+
+
+def refuse_unquantizable(model: HoldsTensors, packing: Packing) -> None:
+    """Raises `ValueError` if a weight to be quantized does not consist of whole groups."""
+    if packing.bits is None:
+        return
+    for name, module in model.named_modules():
+        if not isinstance(module, PackedWeight) or module.quantized_bits(packing) is None:
+            continue
+        inputs = module.weight.shape[1]
+        if inputs % GROUP:
+            raise ValueError(
+                f"model.quantize: the matrix of {name} has {inputs} inputs in each worker, but "
+                f"{GROUP} neighbouring inputs share a scale; use another parallel.tensor if that "
+                f"makes it a multiple of {GROUP}, {_OR_NOT}"
+            )

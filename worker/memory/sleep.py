@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from swell.kernels.linear import PackedTensor
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
@@ -97,7 +96,7 @@ def _tensors_of(model: HoldsTensors) -> Iterator[torch.Tensor]:
     parameters, so they are added separately."""
     yield from chain(model.parameters(), model.buffers())
     for module in model.modules():
-        if isinstance(module, PackedWeight) and isinstance(module.weight, PackedTensor):
+        if isinstance(module, PackedWeight) and not isinstance(module.weight, torch.Tensor):
             yield module.weight.data
     for layer in moe_layers(model):
         yield from (part.data for weights in layer.local_experts.values() for part in weights)

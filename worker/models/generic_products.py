@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from swell.kernels.linear import Weight, embedding, linear
-from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.layers.packed_weight import HEAD_BITS, PackedWeight, Packing
 
 
 class _ObservedWeight(Tensor):
@@ -70,9 +70,9 @@ class _Watched(PackedWeight):
         """Never packs the weight."""
         self._is_read = True
 
-    def pack(self, exact: bool) -> None:
+    def pack(self, packing: Packing) -> None:
         if not self._is_read:
-            super().pack(exact)
+            super().pack(packing)
 
     def __getattr__(self, name: str) -> Any:  # for parameters
         found: Any = super().__getattr__(name)
@@ -86,11 +86,22 @@ class _Watched(PackedWeight):
 
 
 class _Linear(_Watched, nn.Linear):
+    _is_head = False
+
+    def become_head(self) -> None:
+        self._is_head = True
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return HEAD_BITS if self._is_head and packing.bits else packing.bits
+
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self._own_weight(), self.bias)
 
 
 class _Embedding(_Watched, nn.Embedding):
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return HEAD_BITS if packing.bits else None
+
     def forward(self, ids: Tensor) -> Tensor:
         weight = self._own_weight()
         if isinstance(weight, Tensor):
@@ -107,6 +118,10 @@ def use_kernels(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
             replacements[module] = _embedding_class(type(module)).of(module)
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else replacements.get(find_head())
+    if isinstance(head, _Linear):
+        head.become_head()
     for parent in model.modules():
         for name, child in parent._modules.items():
             if child in replacements:

@@ -18,7 +18,7 @@ from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read
 from swell.configs.pooling import DenseSpec, PoolingSpec, read_pooling
 from swell.configs.schema import ConfigError, ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
-from swell.worker.layers.packed_weight import pack_weights
+from swell.worker.layers.packed_weight import Packing, pack_weights
 from swell.worker.layers.weight_shard import WeightShard, materialize
 from swell.worker.loader import load_weight_shards
 from swell.worker.model_folder import WEIGHT_FILES, model_folder
@@ -78,7 +78,7 @@ class Pooler:
             materialize(dense, device, dtype)
             own = msgspec.structs.replace(config, path=str(folder / spec.folder))
             load_weight_shards(dense.weight_shards, own)
-            pack_weights(dense, config.exact)
+            pack_weights(dense, Packing(config.exact))
             self._dense.append(dense)
             size = spec.out_features
 

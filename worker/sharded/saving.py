@@ -100,6 +100,11 @@ def _refuse(config: Config) -> None:
             f"model {model.path!r} was already saved by `swell save-sharded`; save it again from "
             "the original model"
         )
+    if model.quantize != "none":
+        raise ValueError(
+            f"model.quantize={model.quantize}: weights are saved as floats, and quantized when "
+            "they are loaded; set model.quantize=none to save, and model.quantize again to serve"
+        )
     if read_model_pooling(model) is not None:
         raise ValueError(
             f"model {model.path!r} pools, but only models that generate text can be saved; serve "

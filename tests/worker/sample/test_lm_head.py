@@ -9,6 +9,7 @@ import torch.distributed as dist
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm.mesh import Group, Mesh, SoloGroup
 from swell.worker.layers.embedding import ParallelLMHead
+from swell.worker.layers.packed_weight import FLOATS
 from swell.worker.layers.weight_shard import materialize
 from tests.worker.comm.test_mesh import in_threads
 
@@ -25,7 +26,7 @@ def filled(weight: torch.Tensor, group: Group) -> ParallelLMHead:
         head.weight.zero_()
         for shard in head.weight_shards("head"):
             shard.target.copy_(weight[shard.index])
-    head.pack(exact=False)
+    head.pack(FLOATS)
     return head
 
 

@@ -1,0 +1,214 @@
+"""`model.quantize`: an engine has the answers and logprobs of an engine that loads the dequantized
+weights, to the last bit."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from swell.cluster.local import LLM, SamplingParams
+from swell.configs.schema import Config, load
+from swell.kernels.linear import panel
+from swell.kernels.weights.quantized import PackedQuantizedTensor, quantize
+from swell.worker.layers.packed_weight import PackedWeight, Packing
+from swell.worker.sharded.saving import save_sharded
+from swell.worker.worker import Worker
+from tests.support import adapters
+from tests.worker import tiny_models
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(panel("cpu") is None, reason="no compiler: only a slow backend computes"),
+]
+
+NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"
+PROMPTS = [[5, 6, 7, 8, 9], [11, 300, 12], list(range(20, 60))]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=3)
+BITS = {"int8": 8, "int4": 4}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+
+
+def make(folder: Path, family: str, **changes: Any) -> Path:
+    tiny_models.make(folder, family, **{**SIZES, **changes})
+    for file in NANO.glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+def twin(folder: Path, out: Path, bits: int, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the model with dequantized weights into `out`."""
+    out.mkdir()
+    for file in folder.iterdir():
+        if file.suffix == ".json":
+            (out / file.name).write_bytes(file.read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    is_tied = "lm_head.weight" not in weights
+    for name, weight in weights.items():
+        if name.endswith("proj.weight"):
+            weights[name] = quantize(weight.to(dtype), bits).dequantize(dtype)
+        elif name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight"):
+            weights[name] = quantize(weight.to(dtype), 8).dequantize(dtype)
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    settings = {"model.device": "cpu", "cache.memory_bytes": 8_000_000, **settings}
+    return LLM(str(folder), **settings)
+
+
+def answers(llm: LLM, **options: Any) -> list[Any]:
+    found = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY, **options)]
+    return [(list(each.token_ids), each.logprobs) for each in found]
+
+
+def answers_of(folder: Path, **settings: Any) -> list[Any]:
+    with engine(folder, **settings) as llm:
+        return answers(llm)
+
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    # name -> family, form, settings
+    "8 bits": ("llama", "int8", {}),
+    "4 bits, tied": ("llama-tied", "int4", {}),
+    "8 bits, bfloat16": ("llama-bias", "int8", {"model.dtype": "bfloat16"}),
+    "4 bits, bfloat16": ("qwen3", "int4", {"model.dtype": "bfloat16"}),
+    "tensor 2": ("llama", "int4", {"parallel.tensor": 2}),
+    "tensor 2, tied": ("llama-tied", "int8", {"parallel.tensor": 2}),
+    "pipeline 2": ("llama", "int4", {"parallel.pipeline": 2}),
+    "generic": ("llama", "int4", {"model.backend": "transformers"}),
+    "generic, tied": ("llama-tied", "int4", {"model.backend": "transformers"}),
+    "eager": ("llama", "int8", {"model.enforce_eager": True}),
+    "n-grams": ("llama", "int8", {"drafts.method": "ngram"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_equal_those_of_dequantized_weights(case: str, tmp_path: Path) -> None:
+    family, form, settings = CASES[case]
+    folder = make(tmp_path / "floats", family)
+    dtype = getattr(torch, settings.get("model.dtype", "float32"))
+    expected = answers_of(twin(folder, tmp_path / "twin", BITS[form], dtype), **settings)
+    assert answers_of(folder, **settings, **{"model.quantize": form}) == expected
+
+
+@pytest.mark.parametrize("form", BITS)
+def test_integer_activations_are_near_and_batch_invariant(form: str, tmp_path: Path) -> None:
+    folder, quantized = make(tmp_path / "m", "llama"), {"model.quantize": form}
+    exact = answers_of(folder, **quantized)
+    with engine(folder, **quantized, **{"model.activations": "int8"}) as llm:
+        found = answers(llm)
+        alone = [llm.generate([prompt], GREEDY)[0].outputs[0] for prompt in PROMPTS]
+        assert [(list(each.token_ids), each.logprobs) for each in alone] == found
+    assert found != exact
+    for (ids, logprobs), (exact_ids, exact_logprobs) in zip(found, exact, strict=True):
+        one, other = logprobs[0][ids[0]], exact_logprobs[0].get(ids[0])
+        assert ids[0] == exact_ids[0] or other is not None
+        if other is not None:
+            assert math.isclose(_value(one), _value(other), abs_tol=0.2)
+
+
+def _value(logprob: Any) -> float:
+    return float(getattr(logprob, "logprob", logprob))
+
+
+def config_of(folder: Path, **settings: Any) -> Config:
+    model = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, **settings}
+    return load(str(folder), model)
+
+
+def test_a_worker_reports_the_bytes_of_quantized_weights(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", "llama")
+    found: dict[str, int] = {}
+    for form in ("none", *BITS):
+        worker = Worker(config_of(folder, **{"model.quantize": form}))
+        found[form] = worker.load()
+        if form != "none":
+            layers = dict(worker._built_model.named_modules())
+            packed = [one for one in layers.values() if isinstance(one, PackedWeight)]
+            weights = [one.weight for one in packed if not isinstance(one.weight, torch.Tensor)]
+            assert all(isinstance(weight, PackedQuantizedTensor) for weight in weights)
+            bits = {
+                name: one.weight.form.bits
+                for name, one in layers.items()
+                if one in packed and isinstance(one.weight, PackedQuantizedTensor)
+            }
+            heads = {name for name in bits if "head" in name}
+            assert len(heads) == 1 and len(bits) == 4 * 4 + 1
+            assert all(bits[name] == (8 if name in heads else BITS[form]) for name in bits)
+        worker.shutdown()
+    embedding = 512 * 128 * 4
+    assert found["int8"] - embedding < 0.28 * (found["none"] - embedding)
+    assert found["int4"] < 0.85 * found["int8"]
+
+
+def test_saved_weights_are_quantized_when_they_are_loaded(tmp_path: Path) -> None:
+    """Saved weights are packed floats, which are mapped. They are not mapped after they are
+    quantized."""
+    folder, out = make(tmp_path / "m", "llama"), tmp_path / "saved"
+    save_sharded(config_of(folder), out, lambda *_: None)
+    quantized = {"model.quantize": "int4"}
+    assert answers_of(out, **quantized) == answers_of(folder, **quantized)
+    worker = Worker(config_of(out, **quantized))
+    worker.load()
+    assert worker._mapped_bytes < 1.2 * 512 * 128 * 4
+    worker.shutdown()
+
+
+def test_adapters_are_added_to_products_with_quantized_weights(tmp_path: Path) -> None:
+    folder = make(tmp_path / "m", "llama")
+    model = tiny_models.make(tmp_path / "shapes", "llama", **SIZES)
+    shapes = adapters.module_shapes(model)
+    adapter = str(adapters.make_adapter(tmp_path / "adapter", shapes, seed=3))
+    settings = {"lora.adapters": {"one": adapter}}
+    with engine(twin(folder, tmp_path / "twin", 4), **settings) as llm:
+        expected = answers(llm, adapter="one")
+        plain = answers(llm)
+    with engine(folder, **settings, **{"model.quantize": "int4"}) as llm:
+        assert answers(llm, adapter="one") == expected != plain
+        assert answers(llm) == plain
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_quantized_weights_sleep_and_are_replaced(level: int, tmp_path: Path) -> None:
+    old, new = make(tmp_path / "old", "llama"), make(tmp_path / "new", "llama", seed=2)
+    quantized = {"model.quantize": "int8"}
+    expected = answers_of(new, **quantized)
+    with engine(old, **quantized) as llm:
+        before = answers(llm)
+        llm.sleep(level=level)
+        llm.wake_up()
+        assert answers(llm) == before
+        llm.update_weights(str(new))
+        assert answers(llm) == expected != before
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    with pytest.raises(ValueError, match=r"model\.quantize") as error:
+        call()
+    return str(error.value)
+
+
+def test_refusals(tmp_path: Path) -> None:
+    odd = make(tmp_path / "odd", "llama", intermediate_size=96)
+
+    def load_odd(**settings: Any) -> str:
+        worker = Worker(config_of(odd, **{"model.quantize": "int4", **settings}))
+        return refusal(worker.load)
+
+    text = load_odd(**{"parallel.tensor": 2})
+    assert "down" in text and "has 48 inputs in each worker" in text and "parallel.tensor" in text
+    assert "needs model.dtype=float32 or bfloat16" in load_odd(**{"model.dtype": "float16"})
+    config = config_of(odd, **{"model.quantize": "int8"})
+    assert "set model.quantize=none to save" in refusal(
+        lambda: save_sharded(config, tmp_path / "out", lambda *_: None)
+    )
+    text = refusal(lambda: Packing.of(config.model, torch.device("cuda"), torch.float32))
+    assert "use model.device=cpu" in text
