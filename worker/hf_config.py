@@ -25,7 +25,7 @@ from swell.worker.models.text_part import (
     text_config,
     wrapper_class,
 )
-from swell.worker.quantization.detection import refuse_quantized
+from swell.worker.quantization.detection import find_scheme, without_quantization
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,10 +34,13 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     """Returns the model's `PretrainedConfig`, from a folder or from the hub. `pools`: the model
     pools, so it need not be a causal language model. Returns the config of the text model for a
-    wrapper whose text model is served as an architecture of its own. Raises `ValueError`."""
+    wrapper whose text model is served as an architecture of its own. The config does not say how
+    the checkpoint is quantized. Raises `ValueError`, also for a quantization that is not
+    supported."""
     path = model_config.path
     config = read_config(path)
-    refuse_quantized(path, config)
+    find_scheme(path, config.to_dict(), Path(path) if os.path.isdir(path) else None)
+    without_quantization(config)
     if not pools:
         _check_architecture(config)
         config = served_part(model_config, config)

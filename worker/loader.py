@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple, Protocol
 
 import torch
 
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ModelConfig
@@ -35,7 +35,8 @@ from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_folder import weights_folder
 from swell.worker.model_interfaces import HasMesh
 from swell.worker.models.text_part import text_names, towers, wrapper_class
-from swell.worker.quantization.detection import refuse_quantized
+from swell.worker.quantization.detection import find_scheme
+from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
 Progress = Callable[[int, int], None]
@@ -73,10 +74,14 @@ def load_weights(
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
     is_first = isinstance(model, HasMesh) and model.mesh.rank == 0
+    log = StructuredLogger("worker")
     if is_first and (skipped := towers(read_config(model_config.path))):
-        log = StructuredLogger("worker")
         log.info("only the text model is served", modalities=["text"], skipped=skipped)
     if not is_sharded(model_config):
+        if is_first:
+            with closing(open_checkpoint(model_config)) as stored:
+                for note in stored.notes:
+                    log.info(note, model=model_config.path)
         return LoadedWeights(load_weight_shards(model.weight_shards, model_config, progress), 0)
     assert isinstance(model, HasMesh), "only models that sample are saved sharded"
     folder = weights_folder(model_config.path)
@@ -170,9 +175,10 @@ def open_checkpoint(model_config: ModelConfig) -> Checkpoint:
         return NoCheckpoint()
     path = model_config.path
     folder = weights_folder(path)
-    if not os.path.isdir(path):  # `load_config` has checked a local folder
-        refuse_quantized(str(folder), None)
-    stored = SafetensorsCheckpoint(folder)
+    stored: Checkpoint = (files := SafetensorsCheckpoint(folder))
+    config = parse_json(read_file(folder / "config.json", MAX_CONFIG_BYTES))
+    if (scheme := find_scheme(path, config, folder)) is not None:
+        stored = QuantizedCheckpoint(files, scheme)
     names = text_names(stored.names)
     if names.keys() == stored.names:
         return stored

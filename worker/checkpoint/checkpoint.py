@@ -6,7 +6,7 @@ read; a tensor that is quantized is dequantized while it is read.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +47,10 @@ class Checkpoint(Protocol):
     def names(self) -> Collection[str]:
         """The names of all parameters."""
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines about the checkpoint for the log."""
+
     def tensor(self, name: str) -> StoredTensor:
         """Returns one of `names`, without opening its file."""
 
@@ -65,6 +69,10 @@ class RenamedCheckpoint:
     def names(self) -> Collection[str]:
         return self._names.keys()
 
+    @property
+    def notes(self) -> Sequence[str]:
+        return self._checkpoint.notes
+
     def tensor(self, name: str) -> StoredTensor:
         return self._checkpoint.tensor(self._names[name])
 
@@ -76,6 +84,7 @@ class NoCheckpoint:
     """The checkpoint of a model with random weights."""
 
     names: Collection[str] = ()
+    notes: Sequence[str] = ()
 
     def tensor(self, name: str) -> StoredTensor:
         raise KeyError(name)

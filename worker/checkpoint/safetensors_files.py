@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,8 @@ MAX_OPEN_FILES = 4
 
 class SafetensorsCheckpoint:
     """The tensors of the safetensors files of one folder."""
+
+    notes: Sequence[str] = ()
 
     def __init__(self, folder: Path) -> None:
         """Raises `ValueError` for a folder without such files."""
@@ -112,15 +114,28 @@ class SafetensorsTensor:
     def description(self) -> str:
         return f"tensor {self.name!r} in {str(self.file)!r}"
 
+    @property
+    def stored_type(self) -> str:
+        """The type of the values as safetensors writes it, for example BF16."""
+        return self._header[1]
+
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        if dtype.is_floating_point and self._header[1] not in FLOATS:
+        if dtype.is_floating_point and self.stored_type not in FLOATS:
             raise ValueError(
-                f"{self.description} has the type {self._header[1]}, but the model's parameter is "
-                f"a float ({', '.join(sorted(FLOATS))}): it is quantized, and its scales are not "
-                "supported; serve the checkpoint from which it was made, in bfloat16, float16 or "
-                "float32"
+                f"{self.description} has the type {self.stored_type}, but the model's parameter is "
+                f"a float ({', '.join(sorted(FLOATS))}): it is quantized, and the checkpoint does "
+                "not have its scales in a form that is supported; serve the checkpoint from which "
+                "it was made, in bfloat16, float16 or float32"
             )
-        return self._checkpoint.read(self, index).to(dtype)
+        return self.read_stored(index).to(dtype)
+
+    def read_stored(self, index: Index) -> torch.Tensor:
+        """Returns a part, of the type in which it is stored."""
+        return self._checkpoint.read(self, index)
+
+    def read_whole(self) -> torch.Tensor:
+        """Returns all values, of the type in which they are stored."""
+        return self._checkpoint.read(self, ())
 
 
 def _opened(path: Path) -> Any:

@@ -1,18 +1,30 @@
-"""Refuses quantized checkpoints: their numbers are meaningless without their scales.
+"""Finds out how a checkpoint is quantized; refuses methods that are not supported.
 
-A checkpoint can declare that it is quantized in config.json, in another file of its folder, or only
-by the types of its tensors; `refuse_quantized` checks the first two, the reader of safetensors
-files the third.
+A checkpoint declares it in config.json, in the config of one of its parts, or in another file of
+its folder. A matrix of an undeclared quantization is refused when it is read, by its type.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.worker.quantization.scheme import Scheme
+
+SCHEMES = {
+    "awq": "swell.worker.quantization.awq:Awq",
+    "compressed-tensors": "swell.worker.quantization.compressed_tensors:CompressedTensors",
+    "fbgemm_fp8": "swell.worker.quantization.fp8:Fp8",
+    "fp8": "swell.worker.quantization.fp8:Fp8",
+    "gptq": "swell.worker.quantization.gptq:Gptq",
+    "modelopt": "swell.worker.quantization.modelopt:ModelOpt",
+    "mxfp4": "swell.worker.quantization.fp4:Mxfp4",
+}
+"""Method -> "module:Class"."""
 
 KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
 """Keys of config.json, or of the config of one of its parts."""
@@ -27,32 +39,67 @@ FILES = {
 """File in the folder of config.json -> the method whose tools write it."""
 
 METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
-WAY_OUT = "serve the checkpoint from which it was made, in bfloat16, float16 or float32"
+
+WAY_OUT = (
+    "serve the checkpoint from which it was made, in bfloat16, float16 or float32, or a copy in "
+    f"one of the formats {', '.join(SCHEMES)}"
+)
 SHOWN_CHARS = 200
 
 
-def refuse_quantized(path: str, hf_config: Any) -> None:
-    """Raises `ValueError` if the config, or a file of the folder `path`, says that the model is
-    quantized.
+def find_scheme(path: str, config: Mapping[str, Any], folder: Path | None) -> Scheme | None:
+    """Returns the scheme of a model's quantized matrices; None if it declares no quantization.
 
-    A hub id cannot be checked before the download: call again with the folder to which it was
-    downloaded.
+    `path`: the model's name in errors; `config`: the content of config.json; `folder`: where the
+    other files are, if they are local. Raises `ValueError` for what is not supported.
     """
-    for where, value in [*_in_config(hf_config), *_in_files(Path(path))]:
-        raise ValueError(
-            f"model {path!r} is quantized ({_method(where, value)}): {where}={_shown(value)} is "
-            f"not supported; {WAY_OUT}. If its weights are not quantized, remove {where}"
-        )
+    for where, value in (*_in_config(config), *(_in_files(folder) if folder else ())):
+        method = _method(where, value)
+        place = SCHEMES.get(method)
+        if place is None:
+            raise ValueError(
+                f"model {path!r} is quantized ({_named(where, value)}): {where}={_shown(value)} is "
+                f"not supported; {WAY_OUT}. If its weights are not quantized, remove {where}"
+            )
+        module, _, name = place.partition(":")
+        try:
+            scheme: Scheme = getattr(import_module(module), name)(method, value)
+            return scheme
+        except ValueError as error:
+            raise ValueError(
+                f"model {path!r} is quantized ({method}), but its {where} has a value that is not "
+                f"supported: {error}; {WAY_OUT}"
+            ) from None
+    return None
 
 
-def _in_config(hf_config: Any) -> Iterator[tuple[str, Any]]:
-    parts = {"": hf_config}
-    for name in getattr(hf_config, "sub_configs", None) or {}:
-        parts[f"{name}."] = getattr(hf_config, name, None)
+def without_quantization(hf_config: Any) -> None:
+    """Removes from a config and from those of its parts how the checkpoint is quantized: a model
+    is built as if it were not."""
+    parts = [hf_config]
+    parts += [getattr(hf_config, name, None) for name in getattr(hf_config, "sub_configs", ())]
+    for part in parts:
+        for key in KEYS:
+            if part is not None and key in vars(part):
+                delattr(part, key)
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json, and of its parts, without how the checkpoint is
+    quantized."""
+    kept = {key: value for key, value in config.items() if key not in KEYS}
+    return {
+        key: plain_config(value) if isinstance(value, Mapping) else value
+        for key, value in kept.items()
+    }
+
+
+def _in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    parts = {"": config}
+    parts.update((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))
     for prefix, part in parts.items():
         for key in KEYS:
-            value = getattr(part, key, None)
-            if value:
+            if value := part.get(key):
                 yield prefix + key, value
 
 
@@ -71,31 +118,38 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def _is_quantized(value: Any) -> bool:
     """Whether a file names a method. ModelOpt also writes a file with a null method for unquantized
-    models."""
-    inner = value.get("quantization") if isinstance(value, dict) else None
-    if isinstance(inner, dict) and "quant_algo" in inner:
-        return bool(inner["quant_algo"] or inner.get("kv_cache_quant_algo"))
+    weights."""
+    inner = value.get("quantization") if isinstance(value, Mapping) else None
+    if isinstance(inner, Mapping) and "quant_algo" in inner:
+        return bool(inner["quant_algo"])
     return bool(value)
 
 
 def _method(where: str, value: Any) -> str:
-    """Returns the method that the value names, otherwise the method whose tools write such a
-    file."""
-    values = value.to_dict() if hasattr(value, "to_dict") else value
-    if not isinstance(values, Mapping):
-        return FILES.get(where, str(values))
-    inner = values.get("quantization")
-    for level in (values, inner if isinstance(inner, Mapping) else {}):
+    """Returns the method that a declaration names; '' if it names none."""
+    if not isinstance(value, Mapping):
+        return ""
+    named = value.get("quant_method")
+    if isinstance(named, str):
+        return "modelopt" if named.lower().startswith("modelopt") else named.lower()
+    return "modelopt" if "quant_algo" in value else FILES.get(where, "")
+
+
+def _named(where: str, value: Any) -> str:
+    """Returns how a declaration describes the method, for people."""
+    if not isinstance(value, Mapping):
+        return FILES.get(where, str(value))
+    inner = value.get("quantization")
+    for level in (value, inner if isinstance(inner, Mapping) else {}):
         for key in METHOD_KEYS:
             if level.get(key):
                 return f"{key} {str(level[key])!r}"
     if where in FILES:
         return FILES[where]
-    bits = values.get("bits")
+    bits = value.get("bits")
     return f"{bits} bits" if bits else "method not named"
 
 
 def _shown(value: Any) -> str:
-    values = value.to_dict() if hasattr(value, "to_dict") else value
-    text = json.dumps(values, default=str)
+    text = json.dumps(value, default=str)
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

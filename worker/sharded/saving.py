@@ -36,6 +36,8 @@ from swell.worker.loader import load_experts, load_weights
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pooling.pooler import read_model_pooling
+from swell.worker.quantization.detection import FILES as QUANTIZATION_FILES
+from swell.worker.quantization.detection import plain_config
 from swell.worker.sharded.atomic_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.loading import local_packing
 from swell.worker.sharded.state import state_of
@@ -207,7 +209,7 @@ def _copy_files(saver: _Saver, folder: Path) -> None:
     if (source / TEMPLATES).is_dir():
         (folder / TEMPLATES).mkdir()
     for file in sorted([*source.iterdir(), *(source / TEMPLATES).glob("*.jinja")]):
-        if not file.is_file() or file.name.endswith((*_WEIGHTS, *_INDEX)):
+        if not file.is_file() or file.name.endswith((*_WEIGHTS, *_INDEX, *QUANTIZATION_FILES)):
             continue
         size_bytes = file.stat().st_size
         if size_bytes > MAX_COPIED_BYTES:
@@ -217,7 +219,7 @@ def _copy_files(saver: _Saver, folder: Path) -> None:
             )
         if file.name != "config.json":
             _write(folder / file.relative_to(source), file.read_bytes())
-    values = parse_json((source / "config.json").read_bytes())
+    values = plain_config(parse_json((source / "config.json").read_bytes()))
     values.pop("torch_dtype", None)
     values["dtype"] = str(saver.dtype).removeprefix("torch.")
     if saver.unties:

@@ -32,6 +32,7 @@ from swell.worker.worker import Worker
 from tests.worker import tiny_models
 from tests.worker.models.test_models import run_split
 from tests.worker.moe.moe_engines import EngineGroup, answers
+from tests.worker.quantization import writers
 
 pytestmark = pytest.mark.slow
 
@@ -329,6 +330,19 @@ def test_saving_and_loading_report_progress(tiny: Any, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ whole folders
 
 
+def test_a_quantized_model_is_saved_dequantized(tiny: Any, tmp_path: Path) -> None:
+    out = tmp_path / "quantized", tmp_path / "plain"
+    form = writers.FORMATS["gptq"]
+    writers.quantize_folder(tiny("llama"), form, lambda name, _: name.endswith("_proj.weight"), out)
+    (out[0] / "quantize_config.json").write_text(json.dumps(form.config))
+    folder = save(out[0], tmp_path / "saved")
+    assert "quantization_config" not in json.loads((folder / "config.json").read_text())
+    assert not (folder / "quantize_config.json").exists()
+    expected = state_of(loaded(save(out[1], tmp_path / "from plain"))[0])
+    for name, tensor in state_of(loaded(folder)[0]).items():
+        assert torch.equal(data_of(tensor.weight), data_of(expected[name].weight)), name
+
+
 def test_all_other_files_are_copied(tiny: Any, tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny("llama"), tmp_path / "source"))
     for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "spiece.model"):
@@ -431,8 +445,8 @@ def test_unsupported_configurations_cannot_be_saved(tiny: Any, tmp_path: Path, s
     with pytest.raises(ValueError, match="already"):
         save(saved, tmp_path / "out")
     quantized = Path(shutil.copytree(tiny("llama"), tmp_path / "quantized"))
-    tiny_models.change_config(quantized, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ValueError, match="gptq"):
+    tiny_models.change_config(quantized, quantization_config={"quant_method": "hqq"})
+    with pytest.raises(ValueError, match="hqq"):
         save(quantized, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -1,0 +1,113 @@
+"""A quantized matrix is read as the values that its format means, in whole and in parts."""
+
+from __future__ import annotations
+
+import zlib
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
+from swell.worker.quantization import grouped_matrix
+from swell.worker.quantization.detection import find_scheme
+from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
+from tests.worker.quantization import writers
+
+ALL = slice(None)
+NAME = "model.layers.0.mlp.up_proj"
+PARTS: list[Index] = [
+    (ALL, ALL),
+    (slice(64, 128), ALL),
+    (ALL, slice(96, 192)),
+    (slice(13, 90), slice(37, 150)),
+    (slice(5, 6), slice(191, 192)),
+    (slice(120, 120), ALL),
+]
+
+
+def matrix(*shape: int, seed: str = "") -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    return torch.randn(*shape, generator=generator) * torch.rand(
+        shape[0], *(1,) * (len(shape) - 1), generator=generator
+    ).add(0.1)
+
+
+def opened(folder: Path, form: writers.Format, stored: dict[str, Tensor]) -> QuantizedCheckpoint:
+    save_file({NAME + k: t.contiguous() for k, t in stored.items()}, folder / "model.safetensors")
+    scheme = find_scheme("m", {"quantization_config": form.config}, folder)
+    assert scheme is not None
+    return QuantizedCheckpoint(SafetensorsCheckpoint(folder), scheme)
+
+
+@pytest.mark.parametrize("name", writers.FORMATS)
+def test_every_part_of_a_matrix_equals_its_meaning(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts begin anywhere: ranks cut matrices where groups and words do not end."""
+    form = writers.FORMATS[name]
+    w = matrix(128, 192, seed=name)
+    stored, values = form.write(w)
+    assert (values - w).abs().max() < w.abs().max() * (0.5 if name == "gptq-2" else 0.3)
+    bias = torch.ones(128)
+    with closing(opened(tmp_path, form, {**stored, ".bias": bias})) as checkpoint:
+        assert set(checkpoint.names) == {f"{NAME}.weight", f"{NAME}.bias"}
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert tensor.shape == (128, 192)
+        for block in (1 << 20, 1000):
+            monkeypatch.setattr(grouped_matrix, "BLOCK_VALUES", block)
+            for index in PARTS:
+                assert torch.equal(tensor.read(index, torch.float32), values[index])
+        read = tensor.read((3, ALL), torch.bfloat16)
+        assert torch.equal(read, values[3].to(torch.bfloat16))
+        assert torch.equal(checkpoint.tensor(f"{NAME}.bias").read((ALL,), torch.float32), bias)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "fp8-block-e8m0", "ct-w4a16", "ct-w4a16-asymmetric"])
+def test_matrices_whose_borders_are_not_those_of_blocks_and_words(
+    name: str, tmp_path: Path
+) -> None:
+    form = writers.FORMATS[name]
+    rows, columns = (100, 52) if name.startswith("fp8") else (30, 96)
+    if name.endswith("e8m0"):
+        rows, columns = 96, 64
+    stored, values = form.write(matrix(rows, columns, seed=name))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        for index in ((ALL, ALL), (slice(25, rows), slice(7, columns)), (slice(11, 29), ALL)):
+            assert torch.equal(tensor.read(index, torch.float32), values[index])
+
+
+def test_the_experts_of_gpt_oss(tmp_path: Path) -> None:
+    form = writers.Format({"quant_method": "mxfp4"}, writers.gpt_oss)
+    stored, values = form.write(matrix(3, 96, 64))
+    with closing(opened(tmp_path, form, {**stored, "_bias": torch.ones(3, 64)})) as checkpoint:
+        assert set(checkpoint.names) == {NAME, f"{NAME}_bias"}
+        tensor = checkpoint.tensor(NAME)
+        assert tensor.shape == (3, 96, 64)
+        part = slice(40, 81), slice(9, 50)
+        for index in ((ALL, ALL, ALL), (slice(1, 3), *part), (2, *part)):
+            assert torch.equal(tensor.read(index, torch.float32), values[index])
+
+
+def test_gpt_oss_equals_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    stored, values = writers.gpt_oss(matrix(3, 96, 64))
+    theirs = convert_moe_packed_tensors(stored["_blocks"], stored["_scales"], dtype=torch.float32)
+    assert torch.equal(theirs, values)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.uint8])
+def test_blocks_of_fp8_equal_transformers(kind: torch.dtype) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    stored, values = writers.fp8(matrix(96, 64), (32, 32), inverse=True, kind=kind)
+    theirs = Fp8Dequantize(None)._dequantize_one(
+        stored[".weight"], stored[".weight_scale_inv"], torch.float32
+    )
+    assert torch.equal(theirs, values)

@@ -1,0 +1,75 @@
+"""AWQ: integers of 4 bits, and a scale and a zero for each group of inputs.
+
+    qweight  [in, out / 8] int32, 8 outputs in each word
+    qzeros   [groups, out / 8] int32, packed like `qweight`
+    scales   [groups, out]
+
+The outputs within a word are interleaved: from the lowest bits, they are 0, 2, 4, 6, 1, 3, 5, 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from swell.worker.checkpoint.checkpoint import StoredTensor
+from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.quantization.packing import unpack_integers
+from swell.worker.quantization.scheme import Scheme, refuse_values
+
+ALL = slice(None)
+PER_WORD = 8
+PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place of outputs 0 to 7 in a word, counted from the lowest bits."""
+
+
+class Awq(Scheme):
+    """The method `awq`, with the layout of the version `gemm`."""
+
+    parts = dict.fromkeys((".qweight", ".qzeros", ".scales"), ".weight")
+
+    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
+        super().__init__(method, config)
+        allowed = {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True,)}
+        refuse_values(config, {**allowed, "backend": ("autoawq",)})
+
+    def matrix(self, name: str, parts: Parts) -> StoredTensor:
+        return AwqMatrix(name, self.method, parts)
+
+
+class AwqMatrix(GroupedMatrix):
+    unit = (PER_WORD, 1)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        qweight, scales = self.part(".qweight"), self.part(".scales")
+        columns, words = qweight.shape
+        rows = words * PER_WORD
+        if scales.shape[1] != rows or columns % scales.shape[0]:
+            raise self.refuse(
+                f"has a qweight of shape {list(qweight.shape)}, but scales of shape "
+                f"{list(scales.shape)}"
+            )
+        return rows, columns
+
+    def levels(self, rows: range, columns: range) -> torch.Tensor:
+        words = slice_of(rows, PER_WORD)
+        return _numbers(self.part(".qweight").read_stored((slice_of(columns), words))).T
+
+    def grid(self, rows: range) -> Grid:
+        zeros = _numbers(self.part(".qzeros").read_stored((ALL, slice_of(rows, PER_WORD))))
+        scales = self.part(".scales").read_stored((ALL, slice_of(rows)))
+        return Grid(scales.T.to(torch.float32), zeros.T.to(torch.float32))
+
+    def groups(self, columns: range) -> torch.Tensor:
+        size = self.shape[1] // self.part(".scales").shape[0]
+        return torch.arange(columns.start, columns.stop) // size
+
+
+def _numbers(words: torch.Tensor) -> torch.Tensor:
+    """words [N, W] int32 -> [N, 8 W] uint8, in the order of the outputs"""
+    numbers = unpack_integers(words, 4).unflatten(-1, (-1, PER_WORD))
+    return numbers[..., list(PLACES)].flatten(-2)

@@ -1,0 +1,190 @@
+"""The method `compressed-tensors` of llm-compressor, which has several formats.
+
+    float-quantized, int-quantized   `weight` of 8 bits, see `fp8.py`
+    pack-quantized                   integers of 2, 4 or 8 bits, packed along the inputs:
+        weight_packed      [out, in * bits / 32] int32
+        weight_scale       [out, groups]
+        weight_zero_point  [out * bits / 32, groups] int32, or like `weight_scale`; if asymmetric
+        weight_shape       out, in
+        weight_g_idx       [in], the group of each input, if they are ordered by activation
+    nvfp4, mxfp4-pack-quantized      see `fp4.py`
+
+Stored integers are signed; packed ones have 2 ** (bits - 1) added. A config has groups of
+matrices, each with its own format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from swell.worker.checkpoint.checkpoint import StoredTensor
+from swell.worker.quantization.fp4 import Fp4Matrix
+from swell.worker.quantization.fp8 import ScaledMatrix
+from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.quantization.packing import unpack_integers
+from swell.worker.quantization.scheme import Scheme, block_size, integer, mapping, refuse_values
+
+ALL = slice(None)
+FORMATS = (
+    *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
+)
+BITS = (2, 4, 8)
+"""Bits of packed integers, which then never cross the border of a word."""
+
+
+class CompressedTensors(Scheme):
+    parts = dict.fromkeys(
+        (
+            *(".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_shape"),
+            *(".weight_g_idx", ".weight_global_scale", ".weight"),
+        ),
+        ".weight",
+    )
+
+    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
+        super().__init__(method, config)
+        refuse_values(config, {"format": FORMATS})
+        refuse_values(mapping(config, "sparsity_config"), {"format": ("dense",)})
+        groups = mapping(config, "config_groups")
+        self._groups = [_ModuleGroup.of(mapping(groups, name)) for name in groups]
+
+    def matrix(self, name: str, parts: Parts) -> StoredTensor:
+        group = self._group_of(name.removesuffix(".weight"))
+        if ".weight_packed" not in parts:
+            return ScaledMatrix(name, self.method, parts, group.block)
+        if parts[".weight_packed"].stored_type == "U8":
+            return Fp4Matrix(name, self.method, parts)
+        return PackedMatrix(name, self.method, parts, group)
+
+    def _group_of(self, module: str) -> _ModuleGroup:
+        """Returns the group that names a module, otherwise the first that names a class of
+        modules."""
+        for group in self._groups:
+            if group.names(module):
+                return group
+        of_classes = (group for group in self._groups if group.has_class)
+        return next(of_classes, _ModuleGroup((), 0, -1, None))
+
+
+@dataclass(frozen=True)
+class _ModuleGroup:
+    """Modules with the same format."""
+
+    targets: tuple[str | re.Pattern[str], ...]
+    """Names of modules, patterns of names, and classes."""
+    bits: int
+    group_size: int
+    """-1: one group has all inputs."""
+    block: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, declared: Mapping[str, Any]) -> _ModuleGroup:
+        """Raises `ValueError` for values that are not supported."""
+        refuse_values(declared, {"format": FORMATS})
+        targets, weights = declared.get("targets") or [], mapping(declared, "weights")
+        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
+            raise ValueError(f"targets={targets!r} (names are expected)")
+        try:
+            found = [
+                re.compile(target.removeprefix("re:")) if target.startswith("re:") else target
+                for target in targets
+            ]
+        except re.error as error:
+            raise ValueError(f"targets={targets!r} ({error})") from None
+        return cls(
+            targets=tuple(found),
+            bits=integer(weights, "num_bits") or 0,
+            group_size=integer(weights, "group_size") or -1,
+            block=block_size(weights, "block_structure"),
+        )
+
+    @property
+    def has_class(self) -> bool:
+        return any(isinstance(each, str) and each.isidentifier() for each in self.targets)
+
+    def names(self, module: str) -> bool:
+        """Whether a target names the module. Within a wrapper, a module may have a longer name."""
+        return any(
+            f".{module}".endswith(f".{target}")
+            if isinstance(target, str)
+            else target.match(module) is not None
+            for target in self.targets
+        )
+
+
+class PackedMatrix(GroupedMatrix):
+    def __init__(self, name: str, method: str, parts: Parts, group: _ModuleGroup) -> None:
+        super().__init__(name, method, parts)
+        self._group = group
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = (int(each) for each in self.part(".weight_shape").read_whole())
+        packed, scales = self.part(".weight_packed").shape, self.part(".weight_scale").shape
+        if packed[0] != rows or len(scales) != 2 or scales[0] != rows:
+            raise self.refuse(
+                f"has the shape {[rows, columns]}, but packed numbers of the shape {list(packed)} "
+                f"and scales of the shape {list(scales)}"
+            )
+        return rows, columns
+
+    @property
+    def unit(self) -> tuple[int, int]:  # type: ignore[override]
+        return self._per_word, self._per_word
+
+    def levels(self, rows: range, columns: range) -> torch.Tensor:
+        words = slice_of(columns, self._per_word)
+        packed = self.part(".weight_packed").read_stored((slice_of(rows), words))
+        return unpack_integers(packed, self._bits)[:, : len(columns)]
+
+    def grid(self, rows: range) -> Grid:
+        stored, middle = self.part(".weight_scale"), 2 ** (self._bits - 1)
+        scales = stored.read_stored((slice_of(rows), ALL)).to(torch.float32)
+        if ".weight_zero_point" not in self.parts:
+            return Grid(scales, float(middle))
+        zeros = self.part(".weight_zero_point")
+        if zeros.shape == stored.shape:  # not packed, so without the addend
+            read = zeros.read_stored((slice_of(rows), ALL)).to(torch.float32)
+            return Grid(scales, read + middle)
+        packed = zeros.read_stored((slice_of(rows, self._per_word), ALL))
+        unpacked = unpack_integers(packed.T, self._bits)[:, : len(rows)].T
+        return Grid(scales, unpacked.to(torch.float32))
+
+    def groups(self, columns: range) -> torch.Tensor:
+        if ".weight_g_idx" in self.parts:
+            groups = self.part(".weight_g_idx").read_stored((slice_of(columns),)).long()
+            if not len(groups) or groups.min() >= 0:  # -1: not ordered
+                return groups
+        return torch.arange(columns.start, columns.stop) // self._group_size
+
+    @cached_property
+    def _bits(self) -> int:
+        bits = self._group.bits
+        words, columns = self.part(".weight_packed").shape[1], self.shape[1]
+        if bits not in BITS or words != -(-columns * bits // 32):
+            raise self.refuse(
+                f"has {columns} inputs in {words} words, which are not {bits} bits each "
+                f"(supported: {', '.join(map(str, BITS))} bits)"
+            )
+        return bits
+
+    @property
+    def _per_word(self) -> int:
+        return 32 // self._bits
+
+    @cached_property
+    def _group_size(self) -> int:
+        columns, count = self.shape[1], self.part(".weight_scale").shape[1]
+        size = self._group.group_size
+        if count == 1:
+            return columns
+        if size <= 0 or -(-columns // size) != count:
+            raise self.refuse(f"has {columns} inputs and {count} groups of {size}")
+        return size

@@ -1,0 +1,138 @@
+"""Floats of 4 bits (E2M1), two in each byte, with a scale for each group of 16 or 32 in a row.
+
+    NVFP4   groups of 16; E4M3 scales, which one number for the whole matrix scales again
+    MXFP4   groups of 32; E8M0 scales, so powers of two
+
+gpt-oss stores the MXFP4 matrices of all experts as one tensor:
+
+    X_blocks  [E, out, in / 32, 16] uint8
+    X_scales  [E, out, in / 32] uint8             of the parameter X [E, in, out]
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from swell.worker.checkpoint.checkpoint import Index, StoredTensor
+from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
+from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.quantization.packing import scale_values, unpack_e2m1
+from swell.worker.quantization.scheme import Scheme
+
+ALL = slice(None)
+BLOCK = 32
+
+
+class Mxfp4(Scheme):
+    """The method `mxfp4`, as gpt-oss publishes it."""
+
+    parts = {"_blocks": "", "_scales": ""}
+
+    def matrix(self, name: str, parts: Parts) -> StoredTensor:
+        return Mxfp4Experts(name, self.method, parts)
+
+
+class Fp4Matrix(GroupedMatrix):
+    """A matrix in a `weight_packed` or `weight` [out, in / 2] uint8, with `weight_scale`
+    [out, groups]. NVFP4: `weight_scale_2` is a factor of all scales, `weight_global_scale` a
+    divisor."""
+
+    unit = (1, 2)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        packed, scales = self._packed, self.part(".weight_scale")
+        if packed.stored_type != "U8" or len(packed.shape) != 2:
+            raise self.refuse(
+                f"has packed numbers of type {packed.stored_type} and shape {list(packed.shape)}"
+            )
+        rows, columns = packed.shape[0], packed.shape[1] * 2
+        if len(scales.shape) != 2 or scales.shape[0] != rows or columns % scales.shape[1]:
+            raise self.refuse(
+                f"has the shape {[rows, columns]}, but scales of the shape {list(scales.shape)}"
+            )
+        return rows, columns
+
+    @property
+    def _packed(self) -> SafetensorsTensor:
+        return self.part(".weight_packed" if ".weight_packed" in self.parts else ".weight")
+
+    def levels(self, rows: range, columns: range) -> torch.Tensor:
+        return unpack_e2m1(self._packed.read_stored((slice_of(rows), slice_of(columns, 2))))
+
+    def grid(self, rows: range) -> Grid:
+        scales = scale_values(self.part(".weight_scale").read_stored((slice_of(rows), ALL)))
+        if ".weight_scale_2" in self.parts:
+            scales = scales * self.part(".weight_scale_2").read_whole().to(torch.float32)
+        if ".weight_global_scale" in self.parts:
+            scales = scales / self.part(".weight_global_scale").read_whole().to(torch.float32)
+        return Grid(scales)
+
+    def groups(self, columns: range) -> torch.Tensor:
+        size = self.shape[1] // self.part(".weight_scale").shape[1]
+        return torch.arange(columns.start, columns.stop) // size
+
+
+class Mxfp4Experts:
+    """The transposed matrices of all experts."""
+
+    def __init__(self, name: str, method: str, parts: Parts) -> None:
+        self._expert = _Mxfp4Expert(name, method, parts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self._expert.shape
+        return self._expert.part("_blocks").shape[0], columns, rows
+
+    @property
+    def file(self) -> Path:
+        return self._expert.file
+
+    @property
+    def description(self) -> str:
+        return self._expert.description
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        of_experts, rows, columns = index
+        if isinstance(of_experts, int):
+            return self._expert.at(of_experts).read((columns, rows), dtype).T
+        experts = range(self.shape[0])[of_experts]
+        parts = [self._expert.at(each).read((columns, rows), dtype).mT for each in experts]
+        return torch.stack(parts)
+
+
+class _Mxfp4Expert(GroupedMatrix):
+    """The matrix [out, in] of one expert."""
+
+    unit = (1, BLOCK)
+
+    def __init__(self, name: str, method: str, parts: Parts, expert: int = 0) -> None:
+        super().__init__(name, method, parts)
+        self._expert = slice(expert, expert + 1)
+
+    def at(self, expert: int) -> _Mxfp4Expert:
+        """Returns the matrix of another expert."""
+        return _Mxfp4Expert(self.name, self.method, self.parts, expert)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        blocks, scales = self.part("_blocks").shape, self.part("_scales").shape
+        if len(blocks) != 4 or blocks[3] != BLOCK // 2 or blocks[:3] != scales:
+            raise self.refuse(
+                f"has blocks of the shape {list(blocks)}, but scales of the shape {list(scales)}"
+            )
+        return blocks[1], blocks[2] * BLOCK
+
+    def levels(self, rows: range, columns: range) -> torch.Tensor:
+        here = self._expert, slice_of(rows), slice_of(columns, BLOCK), ALL
+        return unpack_e2m1(self.part("_blocks").read_stored(here)[0]).flatten(-2)
+
+    def grid(self, rows: range) -> Grid:
+        scales = self.part("_scales").read_stored((self._expert, slice_of(rows), ALL))[0]
+        return Grid(scale_values(scales))
+
+    def groups(self, columns: range) -> torch.Tensor:
+        return torch.arange(columns.start, columns.stop) // BLOCK

@@ -1,0 +1,133 @@
+"""Quantized matrices: numbers of few bits, and a scale for each group of them.
+
+    value[r, c] = (level[r, c] - zero[r, g]) * scale[r, g],   g = the group of column c
+
+All schemes have this form and differ in where the levels, zeros and scales are stored. A part is
+computed in float32 and rounded once, to the requested type.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
+
+Parts = Mapping[str, SafetensorsTensor]
+"""Suffix of a stored tensor's name -> the tensor."""
+
+BLOCK_VALUES = 1 << 20
+"""The number of values that are dequantized at a time: bounds the memory for float32 values."""
+
+
+class Grid(NamedTuple):
+    """The scales and zeros of some rows."""
+
+    scales: torch.Tensor
+    """[rows, G] float32, or [rows, 1] if all columns have one group."""
+    zeros: torch.Tensor | float = 0.0
+    """Like `scales`, or one number for all."""
+
+
+class GroupedMatrix(ABC):
+    """A matrix [out, in] that a checkpoint stores as several tensors."""
+
+    unit: tuple[int, int] = (1, 1)
+    """Rows and columns that are stored together, so that parts must begin at multiples of them."""
+
+    def __init__(self, name: str, method: str, parts: Parts) -> None:
+        self.name, self.method, self.parts = name, method, parts
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """out, in"""
+
+    @abstractmethod
+    def levels(self, rows: range, columns: range) -> torch.Tensor:
+        """Returns the stored numbers of a part whose borders are multiples of `unit`, or the
+        matrix's own borders."""
+
+    @abstractmethod
+    def grid(self, rows: range) -> Grid:
+        """Returns the scales of rows whose borders are multiples of `unit`."""
+
+    @abstractmethod
+    def groups(self, columns: range) -> torch.Tensor:
+        """Returns the group of each column, [C] int64."""
+
+    @property
+    def file(self) -> Path:
+        return next(iter(self.parts.values())).file
+
+    @property
+    def description(self) -> str:
+        return f"{self.method} matrix {self.name!r} in {str(self.file)!r}"
+
+    def part(self, suffix: str) -> SafetensorsTensor:
+        """Returns a stored tensor. Raises `ValueError` if it is missing."""
+        if suffix not in self.parts:
+            raise ValueError(
+                f"{self.description} lacks its tensor {suffix!r}; it has only "
+                f"{', '.join(sorted(self.parts))}; copy or download the files again"
+            )
+        return self.parts[suffix]
+
+    def refuse(self, why: str) -> ValueError:
+        """Returns the error for stored tensors that do not make a matrix."""
+        return ValueError(
+            f"{self.description} {why}; copy or download the files again, or serve the checkpoint "
+            "from which it was made"
+        )
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        if not dtype.is_floating_point:
+            raise ValueError(f"{self.description} is quantized, but the parameter is not a float")
+        rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
+        values = torch.empty(len(rows), len(columns), dtype=dtype)
+        unit = self.unit[0]
+        wide = _aligned(columns, self.unit[1], self.shape[1])
+        step = max(1, BLOCK_VALUES // max(1, len(wide)) // unit) * unit
+        for start in range(rows.start // unit * unit, rows.stop, step):
+            block = range(start, min(start + step, self.shape[0]))
+            own = range(max(start, rows.start), min(block.stop, rows.stop))
+            values[own.start - rows.start : own.stop - rows.start] = self._values(block, wide)[
+                own.start - start : own.stop - start,
+                columns.start - wide.start : columns.stop - wide.start,
+            ]
+        for dim, each in reversed(list(enumerate(index))):
+            if isinstance(each, int):
+                values = values.select(dim, 0)
+        return values
+
+    def _values(self, rows: range, columns: range) -> torch.Tensor:
+        """Returns the values of an aligned part, [R, C] float32."""
+        values = self.levels(rows, columns).to(torch.float32)
+        scales, zeros = self.grid(rows)
+        if scales.shape[1] > 1:
+            groups = self.groups(columns)
+            scales = scales.index_select(1, groups)
+            zeros = zeros.index_select(1, groups) if isinstance(zeros, torch.Tensor) else zeros
+        if isinstance(zeros, torch.Tensor) or zeros != 0.0:
+            values = values - zeros
+        return values * scales
+
+
+def slice_of(part: range, per: int = 1) -> slice:
+    """Returns the slice of stored rows or columns that hold `part`, `per` of it in each."""
+    return slice(part.start // per, -(-part.stop // per))
+
+
+def _bounds(entry: slice | int, size: int) -> range:
+    if isinstance(entry, int):
+        return range(entry, entry + 1)
+    return range(*entry.indices(size))
+
+
+def _aligned(part: range, unit: int, size: int) -> range:
+    return range(part.start // unit * unit, min(-(-part.stop // unit) * unit, size))
