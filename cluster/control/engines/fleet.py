@@ -191,15 +191,7 @@ class Fleet:
             self._watch(handle)
         async with self.group_change_lock:
             handles = [handle for handle in handles if not handle.leaving]
-            failures: dict[int, Exception] = {
-                handle.rank: StartFailed(
-                    f"it terminated before it joined: {handle.ended}", permanent=False
-                )
-                for handle in handles
-                if handle.ended is not None
-            }
-            living = [handle for handle in handles if handle.rank not in failures]
-            failures |= await self.join(living) if living else {}
+            failures = await self.join(handles) if handles else {}
         for handle in handles:
             if handle.rank not in failures:
                 del self.starting[handle.rank]
@@ -241,10 +233,19 @@ class Fleet:
     async def join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
         """Add engines to the roster. Returns why the others did not join, by rank; the group forms
         without them. An engine that dies meanwhile is removed."""
+
+        def dead() -> dict[int, str]:
+            return {
+                handle.rank: f"it terminated before it joined: {handle.ended}"
+                for handle in handles
+                if handle.ended is not None
+            }
+
         try:
             with self.transition(handles):
                 ended = {self.ended[each.rank] for each in handles if each.rank in self.ended}
-                refused = await self._coordinator.join([each.member for each in handles], ended)
+                members = [each.member for each in handles]
+                refused = await self._coordinator.join(members, ended, dead)
         except Exception as error:
             return {handle.rank: error for handle in handles}
         return {rank: StartFailed(reason, permanent=False) for rank, reason in refused.items()}

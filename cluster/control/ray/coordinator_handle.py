@@ -107,11 +107,14 @@ class CoordinatorHandle:
         await self._refresh_contact()
         return result
 
-    async def join(self, members: list[Member], ended: Collection[int]) -> dict[int, str]:
+    async def join(
+        self, members: list[Member], ended: Collection[int], dead: Callable[[], dict[int, str]]
+    ) -> dict[int, str]:
         """Add members, and remove earlier incarnations of their ranks: those that the coordinator
-        lists, and `ended`, which it may list later. Returns when each member is in the roster or
-        has been refused: why, by rank. If the coordinator is lost meanwhile, they join its
-        successor. Like all methods that change the roster, raises NotLeading if a manager other
+        lists, and `ended`, which it may list later. `dead`: returns the members that have
+        terminated, with the reason, by rank; they are not added. Returns when each member is in the
+        roster or has been refused: why, by rank. If the coordinator is lost meanwhile, they join
+        its successor. Like all methods that change the roster, raises NotLeading if a manager other
         than this one leads."""
         limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
         own = {member.incarnation for member in members}
@@ -120,11 +123,15 @@ class CoordinatorHandle:
             # A coordinator that restarts lists every engine that reports to it, also one that is
             # about to end, or that an earlier manager has ended.
             roster = (await self.view()).roster
+            terminated = dead()  # the last moment: nobody removes a member that dies before
+            living = [member for member in members if member.rank not in terminated]
+            if not living:
+                return JoinResult(roster, terminated)
             listed = {found.incarnation for rank in ranks if (found := roster.find(rank))}
             earlier = sorted((listed | {*ended}) - own)
-            joining = self._send("join", members, limit_s, self.manager_id(), earlier)
+            joining = self._send("join", living, limit_s, self.manager_id(), earlier)
             result: JoinResult = await joining
-            return result
+            return JoinResult(result.roster, result.refused | terminated)
 
         result = await self._call_successors(join_now, limit_s)
         joined = [rank for rank in ranks if rank not in result.refused]

@@ -137,7 +137,14 @@ class FakeCoordinator:
             pass
         return await self.membership()
 
-    async def join(self, members: list[Member], ended: Collection[int]) -> dict[int, str]:
+    async def join(
+        self, members: list[Member], ended: Collection[int], dead: Callable[[], dict[int, str]]
+    ) -> dict[int, str]:
+        terminated = dead()
+        members = [member for member in members if member.rank not in terminated]
+        return terminated | (await self._join(members) if members else {})
+
+    async def _join(self, members: list[Member]) -> dict[int, str]:
         ranks = [member.rank for member in members]
         self._lost.clear()
         await asyncio.sleep(self.group_s)

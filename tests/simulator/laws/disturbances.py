@@ -75,7 +75,7 @@ class Disturbances:
 
     def look(self, engines: list[SimEngine]) -> None:
         """Records disturbances. A decision about an engine cannot be carried out while Ray's GCS is
-        unavailable, so an engine stays excused during that time."""
+        unavailable or the manager does not act, so an engine stays excused during that time."""
         now = self._kernel.now
         for process in [each for each, _ in self._plane.coordinators if each.alive]:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
@@ -85,8 +85,8 @@ class Disturbances:
                 is_late = self._calm.is_late(engine.process, self._plane.coordinators[-1][0])
                 if is_late or self.is_disturbed(engine):
                     self._missed[engine.process] = now
-            is_pending = self._plane.ray.away and self.is_excused(engine)
-            if is_pending or self.is_disturbed(engine):
+            is_postponed = self._plane.ray.away or not self._calm.manager_acts
+            if (is_postponed and self.is_excused(engine)) or self.is_disturbed(engine):
                 self._note(engine)
 
     def was_ever_disturbed(self, engine: SimEngine) -> bool:

@@ -59,7 +59,10 @@ class LeavingWatch:
         """When the drains of these engines started again, because no record was stored."""
         plane.on_decided_keep.append(self._on_decided_keep)
         plane.on_keep.append(self._on_keep)
+        self._named: set[str] = set()
+        """The engines that an operator has taken out by their rank, by name."""
         plane.on_leave.append(self._on_leave)
+        plane.on_answer.append(self._on_answer)
 
     def look(self) -> None:
         coordinator = self._plane.coordinator
@@ -67,6 +70,7 @@ class LeavingWatch:
             self._note_records()
             self._look_at_deadlines()
             self._look_at_drains(coordinator)
+            self._look_at_named()
             self._look_at_moves()
         self._look_at_queues()
         self._durations.end_look()
@@ -113,6 +117,25 @@ class LeavingWatch:
         if self._calm.calls_are_late:  # a request may come between a call and its execution
             return None
         return manager, operator.num_begun, manager.target, record.wanted
+
+    # ---------------------------------------------------------------- a drained engine leaves
+
+    def _on_answer(self, manager: SimManager, call: str, error: Exception | None) -> None:
+        operation = next(iter(self._plane.operator.unanswered), None)
+        if call != "drain" or error is not None or operation is None:
+            return
+        handle = manager.manager._fleet.engines.get(operation.argument)
+        if operation.kind == call and handle is not None and handle.intent is Intent.DRAIN:
+            self._named.add(handle.name)
+
+    def _look_at_named(self) -> None:
+        """Checks that an engine that an operator has taken out leaves, under each later manager,
+        too."""
+        for handle in self._plane.manager.manager._fleet.engines.values():
+            if handle.name in self._named and handle.intent is not Intent.DRAIN:
+                self._break(
+                    f"{handle.name} was drained by its rank, and is to {handle.intent.value}"
+                )
 
     # ---------------------------------------------------------------- a drain ends in time
 

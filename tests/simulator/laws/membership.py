@@ -307,7 +307,8 @@ class MembershipWatch:
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
         """Checks that `left` in a view contains the engines that were asked to leave, and no
-        others."""
+        others. A coordinator that Ray has given up loses all engines that it does not reach, and
+        an ingress may follow it as long as it hears it."""
         members = _by_incarnation(view.roster.members)
         for incarnation in view.roster.left:
             if incarnation not in self._asked:
@@ -316,6 +317,8 @@ class MembershipWatch:
                 self._break(f"an engine has left by epoch {view.roster.epoch}, and is there")
         earlier, known = self._viewed.get(ingress, (None, members))
         newest = self._plane.coordinator
+        if newest is not None and ingress.coordinator_address != newest.address:
+            newest = None
         gone = known.keys() - members.keys() - {*view.roster.left}
         for incarnation in gone if newest is earlier is not None else ():
             coordinator, engine = self._asked.get(incarnation, (newest, None))

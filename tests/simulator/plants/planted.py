@@ -22,6 +22,7 @@ from swell.cluster.client.routing.placement_queue import QueuedRequest
 from swell.cluster.client.routing.routable_engines import RoutableEngines
 from swell.cluster.client.routing.router import Router
 from swell.cluster.control.engines import actor_names
+from swell.cluster.control.engines.drain import Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.orphans import OrphanCollector
@@ -197,6 +198,10 @@ async def _not_read(right: Any, self: Any, reports: Any) -> None: ...
 async def _unsaved(right: Any, self: Any) -> None:
     if not self._checkpoints._saved.cluster_id:
         await right(self)
+
+
+def _resumed_without_name(right: Any, self: Any, handle: Any, record: Any) -> None:
+    right(self, handle, msgspec.structs.replace(record, is_named=False))
 
 
 async def _never(right: Any, self: Any) -> None:
@@ -461,6 +466,15 @@ BUGS = {
         Fleet, "refresh", _not_read, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
+    "manager: its successor does not know that a drain is by name": Bug(
+        Drain, "resume", _resumed_without_name, campaigns=True
+    ),
+    "manager: its successor does not know the drains": Bug(
+        Fleet,
+        "adopt",
+        lambda right, self, versions, drains, outdated: right(self, versions, (), outdated),
+        campaigns=True,
+    ),
 }
 
 

@@ -65,6 +65,8 @@ SEEDS = {
     "manager: the status has workers that were replaced": 87,
     "ingress: it ignores that a client gives up": 1,
     "ingress: a request waits for an engine without limit": 49,
+    "manager: its successor does not know that a drain is by name": 51,
+    "manager: its successor does not know the drains": 51,
 }
 """For each bug, a seed that finds it."""
 

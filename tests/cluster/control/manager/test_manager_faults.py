@@ -408,13 +408,13 @@ def test_a_newcomer_that_dies_before_it_may_join_does_not_join() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
         joined: list[list[int]] = []
-        join = harness.coordinator.join
+        join = harness.coordinator._join
 
         async def record(members: list[Member]) -> dict[int, str]:
             joined.append([member.rank for member in members])
             return await join(members)
 
-        vars(harness.coordinator)["join"] = record
+        vars(harness.coordinator)["_join"] = record
         harness.coordinator.group_s = 4 * START_S
         harness.manager.drain(1)
         await asyncio.sleep(START_S)

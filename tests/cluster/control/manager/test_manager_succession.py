@@ -459,7 +459,7 @@ def test_a_manager_that_no_longer_leads_does_not_stop_removed_engines() -> None:
 def test_a_member_without_a_placement_is_removed() -> None:
     async def scenario(harness: ManagerHarness) -> None:
         await harness.start()
-        await harness.coordinator.join([Member(7, ChannelAddress("m", "i", "t"))], [])
+        await harness.coordinator._join([Member(7, ChannelAddress("m", "i", "t"))])
         await asyncio.sleep(1)
         assert harness.coordinator.roster.ranks == [0]
 

@@ -181,6 +181,7 @@ class LostActor(FakeRay):
     def __init__(self) -> None:
         super().__init__()
         self.called: list[str] = []
+        self.earlier: list[int] | None = None
 
     async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
         if method == "view":
@@ -202,7 +203,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
         handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "lost"
         new = Member(1, ChannelAddress("m", "i", "t"), incarnation=32)
-        joining = asyncio.create_task(handle.join([new], [30, 32]))
+        joining = asyncio.create_task(handle.join([new], [30, 32], dict))
         await asyncio.sleep(10.0)
         handle._actor = "found"
         assert await joining == {}
@@ -211,13 +212,31 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
 
         handle._actor = "lost"
         with pytest.raises(ActorDied):
-            await handle.join([new], [])
+            await handle.join([new], [], dict)
 
     loop = VirtualTimeLoop()
     try:
         loop.run_until_complete(scenario())
     finally:
         loop.close()
+
+
+def test_an_engine_that_dies_before_its_join_is_sent_does_not_join() -> None:
+    """The manager notices its death while the coordinator says which engines it lists."""
+
+    async def scenario() -> None:
+        ray, dead = LostActor(), dict[int, str]()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
+        handle._actor = "found"
+        new = Member(1, ChannelAddress("m", "i", "t"), incarnation=32)
+        joining = asyncio.create_task(handle.join([new], [], lambda: dead))
+        await asyncio.sleep(0.0)
+        dead[1] = "it died"
+        assert await joining == {1: "it died"}
+        assert ray.called and ray.earlier is None, "no join was sent"
+
+    asyncio.run(scenario())
 
 
 class LateActor(FakeRay):
