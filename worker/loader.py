@@ -20,6 +20,7 @@ from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ModelConfig
+from swell.kernels.host.uploads import Uploads
 from swell.worker.checkpoint import checkpoint
 from swell.worker.checkpoint.checkpoint import (
     Checkpoint,
@@ -128,8 +129,10 @@ def load_weight_shards(
                     "files do not belong to this config.json, or the download is incomplete"
                 )
         needed = [(stored.tensor(shard.name), shard) for shard in weight_shards]
+        uploads = Uploads(needed[0][1].target.device if needed else torch.device("cpu"))
         for tensor, shard in sorted(needed, key=lambda pair: pair[0].file):
-            _read(tensor, shard, report)
+            _read(tensor, shard, uploads, report)
+        uploads.finish()
         return report.total
 
 
@@ -225,7 +228,9 @@ def _seed(seed: int, shard: WeightShard) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def _read(tensor: StoredTensor, needed: WeightShard, report: _LoadProgress) -> None:
+def _read(
+    tensor: StoredTensor, needed: WeightShard, uploads: Uploads, report: _LoadProgress
+) -> None:
     shape = tensor.shape
     shard = needed.as_stored(shape)
     if shape != tuple(shard.shape):
@@ -234,7 +239,7 @@ def _read(tensor: StoredTensor, needed: WeightShard, report: _LoadProgress) -> N
             f"{list(shard.shape)}; use the weights and the config.json of one model"
         )
     for target, index in _chunks(shard):
-        target.copy_(tensor.read(index, target.dtype))
+        uploads.copy(target, tensor.read(index, target.dtype))
         if shard.offset:
             target += shard.offset
         report.add(target.nbytes)

@@ -403,7 +403,9 @@ class Worker:
         give_back(self.device)
 
     def _drop_caches(self) -> None:
-        """Drops everything that `init_cache` has made."""
+        """Drops everything that `init_cache` has made, captures first: they keep memory."""
+        if self.runner is not None:
+            self.runner.drop_captures()
         self._progress_counter, self.runner = self.progress_counter, None
         self._offload = self._block_files = self._routes = None
         if self.model is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.memory.locked_copy import LockedCopy
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
 _ALONE = threading.Lock()
@@ -32,21 +33,23 @@ class SleepingWeights:
             if storage.nbytes():
                 storages.setdefault(storage.data_ptr(), storage)
         self._moe_layers = [layer for model in models for layer in moe_layers(model)]
-        self._kept: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._device = next(iter(storages.values())).device if storages else torch.device("cpu")
+        self._kept = [(storage, LockedCopy(storage)) for storage in storages.values()]
+        _synchronize(self._device)
         for storage in storages.values():
-            self._kept.append((storage, _copy_of(storage)))
             storage.resize_(0)
 
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes() for _, copy in self._kept)
+        return sum(copy.nbytes for _, copy in self._kept)
 
     @torch.no_grad()
     def wake(self) -> None:
         """Fills the tensors again."""
         for storage, copy in self._kept:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy)
+            storage.resize_(copy.nbytes)
+            copy.restore(storage)
+        _synchronize(self._device)
         for layer in self._moe_layers:
             layer.refresh_addresses()
         self._kept.clear()
@@ -102,7 +105,7 @@ def _tensors_of(model: HoldsTensors) -> Iterator[torch.Tensor]:
         yield from (part.data for weights in layer.local_experts.values() for part in weights)
 
 
-def _copy_of(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
-    copy.copy_(storage)
-    return copy
+def _synchronize(device: torch.device) -> None:
+    """Waits for all copies on a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

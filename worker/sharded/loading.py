@@ -25,6 +25,7 @@ from swell.configs.files.sharded_index import (
 )
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
+from swell.kernels.host.uploads import Uploads
 from swell.kernels.linear import LAYOUT_VERSION, FloatWeight, PackedTensor, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
@@ -65,7 +66,7 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
         _check_tensor(file, key, tensor, index)
     nbytes = sum(file.tensor(key).nbytes for key in state)
     report.begin(nbytes)
-    maps = _maps(index, mesh.device.type)
+    maps, uploads = _maps(index, mesh.device.type), Uploads(mesh.device)
     for key, tensor in state.items():
         file.check(key, report.add)
         stored = _stored(file, key)
@@ -74,7 +75,8 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
         else:
             assert isinstance(tensor.weight, torch.Tensor)
             plain = stored.unpack() if isinstance(stored, PackedTensor) else stored
-            tensor.weight.copy_(plain)
+            uploads.copy(tensor.weight, plain)
+    uploads.finish()
     return nbytes if maps else 0
 
 
@@ -86,6 +88,7 @@ def load_saved_experts(
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
     report.begin(sum(shard.target.nbytes for shards in experts.values() for shard in shards))
+    uploads = Uploads(mesh.device)
     for expert, shards in experts.items():
         name = expert_file_name(expert, index.experts, mesh.stage, parallel)
         file = TensorFile(folder / name, index.files[name])
@@ -94,7 +97,8 @@ def load_saved_experts(
         for key, target in state.items():
             _check_tensor(file, key, target, index)
             file.check(key, report.add)
-            data_of(target.weight).copy_(file.tensor(key))
+            uploads.copy(data_of(target.weight), file.tensor(key))
+    uploads.finish()
 
 
 def _split_of(mesh: Mesh) -> ParallelConfig:

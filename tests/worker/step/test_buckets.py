@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from swell.configs.schema import ParallelConfig
 from swell.kernels.graph import NotCapturableError
 from swell.kernels.host.host_reads import RefuseHostReads
 from swell.kernels.inputs import Bucket
+from swell.worker import worker as worker_module
 from swell.worker.comm.groups import GroupError, Handle, ProcessGroup
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import ComputesLogits
@@ -194,6 +196,29 @@ def test_captures_are_dropped_before_their_groups_are_left(
             ]
             assert fixed_graphs.graphs, "steps are captured again"
     assert not left_too_late
+
+
+def test_captures_are_dropped_before_a_worker_sleeps(tmp_path, fixed_graphs, monkeypatch):
+    """Even if the runner lives on: captures have memory of their own, also of groups."""
+    make(tmp_path, "llama")
+    options = {"scheduler.max_rows": 2, "cache.memory_bytes": 1 << 22}
+    with LLM(str(tmp_path), **options) as llm:
+        before = llm.generate(PROMPTS[:2], PARAMS[:2])
+        worker = llm._engine.core.executor._worker
+        runner, left = worker.runner, []
+
+        def count_captures(_device):
+            gc.collect()
+            left.append(len(fixed_graphs.graphs))
+
+        assert runner.progress and fixed_graphs.graphs
+        progress = worker.progress_counter
+        monkeypatch.setattr(worker_module, "give_back", count_captures)
+        llm._engine.core.memory.set_sleep(1)
+        assert left == [0] and worker.progress_counter >= progress
+        llm._engine.core.memory.set_sleep(0)
+        after = llm.generate(PROMPTS[:2], PARAMS[:2])
+        assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
 
 
 def test_a_step_is_not_replayed_after_its_groups_were_aborted(tmp_path, fixed_graphs, monkeypatch):
