@@ -8,12 +8,14 @@ from __future__ import annotations
 import tempfile
 import time
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
 import transformers
 
-from tests.zoo import configs, page
+from tests.worker.quantization import writers
+from tests.zoo import configs, formats, page
 from tests.zoo.run import Case, Outcome, cases, run, run_in_subprocess
 
 SPREAD = {
@@ -86,3 +88,15 @@ def test_the_page_has_every_model() -> None:
         pytest.skip(f"docs/reference/models.md is of transformers {page.version_of(text)}")
     assert sorted(page.rows_of(text)) == configs.kinds()
     assert "FAILED" not in text
+
+
+def test_the_page_of_formats_has_every_format_and_no_failure() -> None:
+    cells = formats.cells_of(formats.PAGE.read_text())
+    assert set(cells) == set(product(writers.FORMATS, formats.FAMILIES))
+    assert set(cells.values()) <= {"native, generic", "generic", "native", "no"}
+
+
+@pytest.mark.parametrize(("form", "family"), [("gptq", "gemma3"), ("ct-w4a16", "olmo2")])
+def test_the_page_of_formats_agrees_with_the_results(form: str, family: str) -> None:
+    written = formats.cells_of(formats.PAGE.read_text())[form, family]
+    assert formats.outcome(form, family) == written

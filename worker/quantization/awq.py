@@ -22,8 +22,6 @@ from swell.worker.quantization.scheme import Scheme, refuse_values
 
 ALL = slice(None)
 PER_WORD = 8
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place of outputs 0 to 7 in a word, counted from the lowest bits."""
 
 
 class Awq(Scheme):
@@ -57,7 +55,9 @@ class AwqMatrix(GroupedMatrix):
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         words = slice_of(rows, PER_WORD)
-        return _numbers(self.part(".qweight").read_stored((slice_of(columns), words))).T
+        return _numbers(
+            self.part(".qweight").read_stored((slice_of(columns), words))
+        ).T.contiguous()
 
     def grid(self, rows: range) -> Grid:
         zeros = _numbers(self.part(".qzeros").read_stored((ALL, slice_of(rows, PER_WORD))))
@@ -71,5 +71,5 @@ class AwqMatrix(GroupedMatrix):
 
 def _numbers(words: torch.Tensor) -> torch.Tensor:
     """words [N, W] int32 -> [N, 8 W] uint8, in the order of the outputs"""
-    numbers = unpack_integers(words, 4).unflatten(-1, (-1, PER_WORD))
-    return numbers[..., list(PLACES)].flatten(-2)
+    numbers = unpack_integers(words, 4)
+    return numbers.unflatten(-1, (-1, 2, 4)).transpose(-1, -2).flatten(-3)
