@@ -222,7 +222,8 @@ class SimEngine:
         is_later = len(plane.engines) >= plane.scenario.engines
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
-        self._stopping = False
+        self.stopped_at: float | None = None
+        """When a manager has told the engine to stop; its process lives until Ray kills it."""
         self._manager = NO_MANAGER
         self._ended, self._served = asyncio.Event(), asyncio.Event()
         self.executor = SimExecutor(
@@ -321,13 +322,8 @@ class SimEngine:
         return self.current_version
 
     def _check_not_ended(self) -> None:
-        if self._stopping or self._ended.is_set():
+        if self.stopped_at is not None or self._ended.is_set():
             raise RuntimeError("it has terminated")
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether a manager has told the engine to stop; its process lives until Ray kills it."""
-        return self._stopping
 
     @property
     def has_work(self) -> bool:
@@ -364,7 +360,7 @@ class SimEngine:
     async def stop(self, by: ManagerId) -> None:
         if by.term < self._manager.term:
             raise NotLeading(f"engine {self.rank} has been adopted by a later manager")
-        self._stopping = True
+        self.stopped_at = self.process.kernel.now
         if self.server is not None:
             self.server.stop()
             await self._ended.wait()

@@ -9,7 +9,7 @@ from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import EngineStatus, Intent, Place
 from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.ray_port import Actor, Group
-from swell.coordinator.roster import Member, Roster
+from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import EngineReport
 from swell.engine.serving.actor_results import EngineReady
 
@@ -156,12 +156,14 @@ class EngineHandle:
 
     @property
     def member(self) -> Member:
-        """This engine as a roster entry."""
+        """This engine as a roster entry. One that leaves may join again, at a coordinator that has
+        restarted, and then gets no new requests."""
         assert self.ready is not None
         limits = self.ready.limits
         return Member(
             self.rank,
             self.ready.address,
+            MemberState.LEAVING if self.leaving else MemberState.ACTIVE,
             max_model_len=limits.max_model_len,
             vocab_size=limits.vocab_size,
             incarnation=self.ready.incarnation,

@@ -55,4 +55,4 @@ def test_a_late_stop_does_not_end_an_engine_that_the_next_manager_has_adopted(
     monkeypatch.setattr(SimEngine, "stop", stop_late)
     assert run.judge().broken == []
     assert lost and len(late) == 1
-    assert late[0].server is not None and not late[0].was_stopped
+    assert late[0].server is not None and late[0].stopped_at is None

@@ -85,7 +85,7 @@ class KnowledgeWatch:
             is_old = (kept.roster_epoch, kept.manager_state.desired.age) != newest
             is_old = is_old and self._calm.reach(engine.process, process)
             is_old = is_old and not self._calm.were_reset(engine.process, process)
-            is_old = is_old and not engine.was_stopped
+            is_old = is_old and engine.stopped_at is None
             if self._is_over(("kept", server, newest), _STATE_S, holds=is_old):
                 self._break(f"{engine.process.name} does not know the newest epoch or state")
 

@@ -440,8 +440,10 @@ class Watch:
         """Checks that a manager does not kill a healthy engine that is needed. It may kill engines
         above the target number; while an operator has just reduced the number, it chooses them by
         what it knows."""
-        if self._kernel.now - self._plane.operator.shrunk_at < _SHRINK_S:
-            return
+        stopped = [e.stopped_at for e in self._plane.engines if e.process is process]
+        for at in (self._kernel.now, *stopped):  # what is stopped is ended by any later manager
+            if at is not None and 0.0 <= at - self._plane.operator.shrunk_at < _SHRINK_S:
+                return
         if process in self.leaving or self._is_cancelled(process):
             return
         living, is_excused = self._plane.living_engines, self._disturbances.is_excused
