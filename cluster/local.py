@@ -60,9 +60,9 @@ prepare_for_torch()
 class LLM:
     """One engine in this process.
 
-    `model` is a model folder, a hub id or a Swell YAML file. The overrides are the keys of `--set`:
-    `LLM("folder", **{"cache.prefix_caching": False})`. Use it as a context manager, or call
-    `close`, to free its memory. Not thread-safe.
+    `model` is a model folder, a GGUF file, a hub id or a YAML file. The overrides are the keys of
+    `--set`: `LLM("folder", **{"cache.prefix_caching": False})`. Use it as a context manager, or
+    call `close`, to free its memory. Not thread-safe.
     """
 
     def __init__(self, model: str, **overrides: Any) -> None:

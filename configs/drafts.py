@@ -23,7 +23,7 @@ class DraftModelConfig(Section, frozen=True):
     """A small draft model with the same vocabulary as the target model, or a draft head for it."""
 
     path: FilledText
-    """A local folder with config.json, or a hub id."""
+    """A local folder with config.json, a GGUF file, or a hub id."""
     load_format: Literal["auto", "dummy"] = "auto"
     """Same as `model.load_format`."""
     backend: Literal["auto", "native", "transformers"] = "auto"

@@ -55,15 +55,16 @@ MAX_DRAIN_S = 4 * 3600.0
 
 class ModelConfig(Section, frozen=True):
     path: FilledText
-    """A local folder with config.json, or a hub id."""
+    """A local folder with config.json, a GGUF file (the first one if it is split), or a hub id."""
     name: Text | None = None
-    """The id under which the API serves the model; None: the last part of `path`."""
+    """The id under which the API serves the model; None: the last part of `path`, without the
+    suffix of a GGUF file."""
     load_format: Literal["auto", "dummy", "sharded"] = "auto"
     """`sharded` reads the files of `swell save-sharded`, one per worker; `auto` does so if the
     folder has their index. `dummy` makes random weights and reads only config.json (for
     measurements)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: the checkpoint's own type."""
+    """`auto`: the checkpoint's own type; bfloat16 for a GGUF file with quantized weights."""
     quantize: Literal["none", "int8", "int4"] = "none"
     """Quantizes the matrices of linear layers after they are loaded, on CPUs: to integers of 8 or 4
     bits, and a float16 scale for each 32 neighbouring inputs of an output (8.5 or 4.5 bits per
@@ -121,7 +122,7 @@ class ModelConfig(Section, frozen=True):
 
     @property
     def served_name(self) -> str:
-        return self.name or os.path.basename(os.path.normpath(self.path))
+        return self.name or model_path.short_name(self.path)
 
 
 class CacheConfig(Section, frozen=True):
@@ -219,7 +220,7 @@ class Config(Section, frozen=True):
 
 
 def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Config:
-    """Builds a `Config` from a Swell YAML file, a model folder, a hub id, or a mapping.
+    """Builds a `Config` from a YAML file, a model folder, a GGUF file, a hub id, or a mapping.
 
     `overrides` maps `section.key` to a value and has precedence over the source. A relative path in
     a YAML file is resolved relative to that file first. Raises `ConfigError`.

@@ -2,7 +2,8 @@
 
     python examples/offline.py [MODEL]
 
-MODEL is a model folder, a hub id or a YAML file; the default is the small model of this repository.
+MODEL is a model folder, a GGUF file, a hub id or a YAML file; the default is the small model of
+this repository.
 """
 
 import sys

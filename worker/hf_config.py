@@ -5,8 +5,6 @@ Every error about it is one line that names the cause and the fix.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.configs.files.model_files import local_folder
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.model_folder import check_path
@@ -39,7 +38,7 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     supported."""
     path = model_config.path
     config = read_config(path)
-    find_scheme(path, config.to_dict(), Path(path) if os.path.isdir(path) else None)
+    find_scheme(path, config.to_dict(), local_folder(path))
     without_quantization(config)
     if not pools:
         _check_architecture(config)
@@ -55,8 +54,9 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
 
 def read_config(path: str) -> Any:
     check_path(path)
+    folder = local_folder(path)
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        return AutoConfig.from_pretrained(folder or path, trust_remote_code=False)
     except Exception as error:
         raise ValueError(_explain_config(path, error)) from None
 
@@ -133,12 +133,13 @@ def max_model_len(model_config: ModelConfig, hf_config: Any) -> int:
 
 def _explain_config(path: str, error: Exception) -> str:
     text = first_line(error)
-    if not os.path.isdir(path):
+    folder = local_folder(path)
+    if folder is None:
         return (
             f"model {path!r}: there is no such folder, and the hub did not return its config.json "
             f"({text}); check model.path, the network, and HF_TOKEN"
         )
-    file = Path(path) / "config.json"
+    file = folder / "config.json"
     try:
         known = parse_json(read_file(file, MAX_CONFIG_BYTES))
     except (OSError, ValueError) as broken:

@@ -12,11 +12,13 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.configs.files.model_path import is_gguf
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ModelConfig
@@ -29,6 +31,7 @@ from swell.worker.checkpoint.checkpoint import (
     RenamedCheckpoint,
     StoredTensor,
 )
+from swell.worker.checkpoint.gguf.checkpoint import GgufCheckpoint
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
@@ -172,11 +175,13 @@ def stored_backend(model_config: ModelConfig) -> str:
 def open_checkpoint(model_config: ModelConfig) -> Checkpoint:
     """Returns the checkpoint of a model, with the names that its tensors have for the served model:
     for the text model of a wrapper, without the wrapper's prefixes. Returns an empty one for random
-    weights. Raises `ValueError` for a folder without weights.
+    weights. Raises `ValueError` for a folder without weights, and for a damaged file.
     """
     if model_config.load_format == "dummy":
         return NoCheckpoint()
     path = model_config.path
+    if is_gguf(path):
+        return GgufCheckpoint(Path(path))
     folder = weights_folder(path)
     stored: Checkpoint = (files := SafetensorsCheckpoint(folder))
     config = parse_json(read_file(folder / "config.json", MAX_CONFIG_BYTES))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from swell.configs.files.model_files import local_folder
 from swell.configs.runtime.log import first_line
 
 WEIGHT_FILES = ("*.json", "*.safetensors")
@@ -13,11 +14,12 @@ WEIGHT_FILES = ("*.json", "*.safetensors")
 
 
 def model_folder(path: str, patterns: Sequence[str]) -> Path:
-    """Returns `path` itself if it is a folder. Otherwise `path` is a hub id: downloads the files
-    that match `patterns` and returns their folder in the hub's cache. Raises what the hub's client
-    raises."""
-    if Path(path).is_dir():
-        return Path(path)
+    """Returns `path` itself if it is a folder, and the folder with the small files of a GGUF file.
+    Otherwise `path` is a hub id: downloads the files that match `patterns` and returns their folder
+    in the hub's cache. Raises what the hub's client raises."""
+    folder = local_folder(path)
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(path, allow_patterns=list(patterns)))
@@ -37,8 +39,8 @@ def weights_folder(path: str) -> Path:
 
 def check_path(path: str) -> None:
     """Raises `ValueError` for a folder without a model, and for a path that cannot be a hub id."""
-    folder = Path(path)
-    if folder.is_dir():
+    folder = local_folder(path)
+    if folder is not None:
         if not (folder / "config.json").is_file():
             raise ValueError(f"model {path!r} has no config.json, so it is not a model folder")
         return

@@ -239,7 +239,7 @@ def _config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="CONFIG_OR_MODEL",
-        help="a YAML configuration, a model folder, or a hub id",
+        help="a YAML configuration, a model folder, a GGUF file, or a hub id",
     )
     _set(parser)
 

@@ -15,6 +15,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompt.tokenizer_files import text_digest, text_files
 from swell.configs.config_hash import cluster_id, config_hash, versioned_keys
+from swell.configs.files.model_files import local_folder
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
 from swell.configs.schema import check as check_config
@@ -170,8 +171,8 @@ def _refuse_relative(running: Config, requested: Config) -> None:
         if new is None or Path(new.path).is_absolute() or (old and old.path == new.path):
             continue
         raise UpgradeRefused(
-            f"{key}={new.path!r} is not an absolute path; set the absolute path of a folder that "
-            "exists on every host, and download a model of the hub to such a folder"
+            f"{key}={new.path!r} is not an absolute path; set the absolute path of a folder or "
+            "file that exists on every host, and download a model of the hub to such a folder"
         )
 
 
@@ -191,10 +192,11 @@ def _refuse_experts(running: Config, requested: Config) -> None:
 
 def _check_folders(old: ModelConfig, new: ModelConfig) -> None:
     for path in (old.path, new.path) if old.path != new.path else ():
-        if not Path(path).is_dir():
+        if local_folder(path) is None:
             raise UpgradeRefused(
-                f"model.path={path!r} is not a folder on this host, so its tokenizer cannot be "
-                "compared with that of the cluster; download the model to a folder on every host"
+                f"model.path={path!r} is neither a folder nor a GGUF file on this host, so its "
+                "tokenizer cannot be compared with that of the cluster; download the model to "
+                "every host"
             )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the model folder before anything is started: files and numbers, no process.
+"""Checks of the model's files before anything is started: files and numbers, no process.
 
 Every check raises ConfigError with one line: the problem, the value, the limit, the solution.
 """
@@ -20,6 +20,7 @@ from swell.configs.files.bounded_files import (
     parse_json,
     read_file,
 )
+from swell.configs.files.model_files import local_folder
 from swell.configs.files.sharded_index import INDEX_NAME, check_sharded, is_sharded
 from swell.configs.schema import Config, ConfigError
 
@@ -33,12 +34,16 @@ def check(config: Config) -> None:
     """Runs all checks of `swell serve`. The loader checks a hub id."""
     check_adapters(config.lora)
     _check_draft_model(config)
-    folder = Path(config.model.path)
-    if not folder.is_dir():
-        path = config.model.path
+    path = config.model.path
+    try:
+        folder = local_folder(path)
+    except ConfigError as error:
+        raise ConfigError(str(error), "model.path") from None
+    if folder is None:
         if model_path.is_path(path):
             raise ConfigError(f"model.path={path!r} {model_path.refusal(path)}", "model.path")
         return
+    _refuse_folder_of_gguf(folder)
     model = _read_json(folder / "config.json", "a model folder holds one")
     if not model.get("architectures") and not model.get("model_type"):
         raise ConfigError(
@@ -47,11 +52,13 @@ def check(config: Config) -> None:
         )
     if is_sharded(config.model):
         check_sharded(config)
-    elif config.model.load_format != "dummy":
+    elif config.model.load_format != "dummy" and not model_path.is_gguf(
+        path
+    ):  # its header was checked
         _check_weights(folder)
     _check_split(config, model)
     read_generation_config(config.model)
-    load_model_eos_token_ids(str(folder))
+    load_model_eos_token_ids(path)
 
 
 def _check_draft_model(config: Config) -> None:
@@ -60,18 +67,33 @@ def _check_draft_model(config: Config) -> None:
     small = config.drafts.model
     if small is None:
         return
-    folder = Path(small.path)
-    if not folder.is_dir():
+    try:
+        folder = local_folder(small.path)
+    except ConfigError as error:
+        raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
+    if folder is None:
         if model_path.is_path(small.path):
             text = f"drafts.model={small.path!r} {model_path.refusal(small.path)}"
             raise ConfigError(text, "drafts.model")
         return
     try:
+        _refuse_folder_of_gguf(folder)
         _read_json(folder / "config.json", "a model folder holds one")
-        if small.load_format != "dummy" and not (folder / INDEX_NAME).is_file():
+        is_read = small.load_format == "dummy" or model_path.is_gguf(small.path)
+        if not is_read and not (folder / INDEX_NAME).is_file():
             _check_weights(folder)
     except ConfigError as error:
         raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
+
+
+def _refuse_folder_of_gguf(folder: Path) -> None:
+    if (folder / "config.json").is_file():
+        return
+    if found := sorted(folder.glob("*.gguf")):
+        raise ConfigError(
+            f"{folder} is a folder of GGUF files without config.json; specify the file, for "
+            f"example {found[0]}"
+        )
 
 
 def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

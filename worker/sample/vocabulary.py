@@ -38,7 +38,8 @@ TOKENIZER_FILES = ("*.json", "tokenizer*", "*.txt")
 
 @lru_cache(maxsize=2)
 def load_vocabulary(model_path: str) -> LLTokenizer:
-    """Returns the tokenizer of a model folder or hub id; its `eos_tokens` are `end_token_ids`.
+    """Returns the tokenizer of a model folder, GGUF file or hub id; its `eos_tokens` are
+    `end_token_ids`.
 
     Takes some tenths of a second for 128k tokens; the result is shared by all workers of a process.
     Raises `ValueError` or `OSError` if the model lacks end tokens, or a tokenizer that is, or can

@@ -53,7 +53,7 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
     """Announce with `line` that a model comes from the hub, and request its metadata. Raises
     ConfigError if the hub does not answer in time or lacks the model."""
     name = config.model.path
-    if os.path.isdir(name):
+    if os.path.exists(name):
         return Download()
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError

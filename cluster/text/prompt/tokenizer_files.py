@@ -16,6 +16,7 @@ from swell.configs.files.bounded_files import (
     parse_json,
     read_file,
 )
+from swell.configs.files.model_files import local_folder
 from swell.configs.schema import ModelConfig
 
 _NAMES = (
@@ -45,8 +46,8 @@ def text_files(model: ModelConfig) -> dict[str, str]:
     """Returns the digest of each file by name, and the values of the `config.json` keys that affect
     text. For a hub model, returns only its name. Raises OSError, and ValueError for a broken
     config.json."""
-    folder = Path(model.path)
-    if not folder.is_dir():
+    folder = local_folder(model.path)
+    if folder is None:
         return {"model.path": model.path}
     found = {
         file.name: digest_file(file, MAX_TEXT_FILE_BYTES, _DIGITS // 2) for file in _files(folder)

@@ -1,4 +1,4 @@
-"""The tokenizer and other files of a model folder or hub id."""
+"""The tokenizer and other files of a model folder, GGUF file or hub id."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.configs.files.model_files import local_folder
 from swell.configs.schema import ConfigError
 
 TOKENIZER_FILES = (
@@ -42,9 +43,10 @@ def import_without_torch() -> None:
 
 @lru_cache(maxsize=8)
 def load_tokenizer(path: str) -> Any:
-    """Returns the tokenizer of a model folder or hub id, as transformers reads it; loaded once."""
-    folder = Path(path)
-    if folder.is_dir() and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    """Returns the tokenizer of a model folder, GGUF file or hub id, as transformers reads it;
+    loaded once."""
+    folder = local_folder(path)
+    if folder is not None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(
             f"model.path={path!r} has no tokenizer: it needs one of {', '.join(TOKENIZER_FILES)}; "
             "copy it there from the original model"
@@ -52,7 +54,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path if folder is None else str(folder))
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ConfigError(
@@ -122,10 +124,11 @@ def read_json_value(path: str, name: str) -> Any:
 
 
 def _model_file(path: str, name: str) -> Path | None:
-    """Returns the path of a file of a model, which may not exist in a folder. `path` is a folder or
-    a hub id; returns None if the hub lacks the file."""
-    if Path(path).is_dir():
-        return Path(path) / name
+    """Returns the path of a file of a model, which may not exist in a folder. `path` is a folder, a
+    GGUF file or a hub id; returns None if the hub lacks the file."""
+    folder = local_folder(path)
+    if folder is not None:
+        return folder / name
     from transformers.utils import cached_file
 
     cached = cached_file(path, name, _raise_exceptions_for_missing_entries=False)

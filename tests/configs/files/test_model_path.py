@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.text.model_folder import check
-from swell.configs.files.model_path import is_path, resolved
+from swell.configs.files.model_path import is_path, resolved, short_name
 from swell.configs.schema import ConfigError, load
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="\0/"), min_size=1, max_size=12)
@@ -54,7 +54,6 @@ def test_a_relative_model_path_is_resolved_in_the_folder_of_the_file(here: Path)
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("m.gguf", "a GGUF file"),
         ("model.safetensors", "a file with only the weights"),
         ("pytorch_model.bin", "pickle"),
         ("config.json", "a JSON file"),
@@ -73,6 +72,42 @@ def test_a_refused_path_is_named_with_its_kind(
     text = refused(folder + name)
     assert what in text and name in text and "owner/name" in text
     assert ("does not exist" in text) is (not is_there and name != "model")
+
+
+@pytest.mark.parametrize("key", ["model.path", "drafts.model"])
+def test_a_missing_or_damaged_gguf_file_is_refused(here: Path, key: str) -> None:
+    text = refused("m.gguf", key)
+    assert f"{key}='m.gguf' is a GGUF file (and does not exist)" in text
+    (here / "m.gguf").write_text("x")
+    text = refused("m.gguf", key)
+    assert f"{here}/m.gguf" in text and "is not a GGUF file" in text
+
+
+def test_a_folder_of_gguf_files_is_refused_with_the_name_of_a_file(here: Path) -> None:
+    for name in ("q4.gguf", "q8.gguf"):
+        (here / "configs" / name).write_text("x")
+    assert f"specify the file, for example {here}/configs/q4.gguf" in refused("configs")
+
+
+def test_a_gguf_file_is_resolved_in_the_folder_of_the_configuration(here: Path) -> None:
+    (here / "configs" / "m.gguf").write_text("x")
+    (here / "configs" / "a.yaml").write_text("model: {path: m.gguf}\n")
+    config = load("configs/a.yaml")
+    assert config.model.path == f"{here}/configs/m.gguf"
+    assert config.model.served_name == "m"
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("/models/Qwen3-0.6B-Q4_K_M.gguf", "Qwen3-0.6B-Q4_K_M"),
+        ("/models/big-00001-of-00003.gguf", "big"),
+        ("/models/llama/", "llama"),
+        ("owner/name-00001-of-00003", "name-00001-of-00003"),
+    ],
+)
+def test_the_served_name_is_the_last_part_of_the_path(path: str, name: str) -> None:
+    assert short_name(path) == name
 
 
 @given(NAMES, NAMES)

@@ -39,6 +39,8 @@ from swell.cluster.control.ray.http_port import claim_port, listening_host
 from swell.cluster.port_claim import PortClaims
 from swell.cluster.text.model_folder import check
 from swell.configs.files.adapter_files import CONFIG_NAME, WEIGHTS_NAME
+from swell.configs.files.gguf.header import part_paths
+from swell.configs.files.model_path import GGUF
 from swell.configs.runtime.cgroups import cpu_quota, memory_limit
 from swell.configs.runtime.network import addresses, host_address
 from swell.configs.runtime.process import available_cores, available_memory_bytes
@@ -255,7 +257,7 @@ def _disks(config: Config | None, ray: RayFacts | None) -> list[DiskFacts]:
     of the hub's cache; one for each file system."""
     session = ray.session_folder if ray else None
     paths = [_existing(Path(name)) for name in (tempfile.gettempdir(), session) if name]
-    if config and not Path(config.model.path).is_dir() and local_folder(config.model.path) is None:
+    if config and model_files(config.model.path) is None:
         from huggingface_hub.constants import HF_HUB_CACHE
 
         paths.append(_existing(Path(HF_HUB_CACHE)))
@@ -310,10 +312,11 @@ def named_paths(config: Config) -> dict[str, str]:
     paths = {f"serve.{key}": getattr(serve, key) for key in SERVE_FILES if getattr(serve, key)}
     for name, folder in config.lora.adapters.items():
         paths[f"lora.adapters.{name}"] = str(Path(folder, WEIGHTS_NAME))
-    if Path(config.model.path).is_absolute():
-        paths["model.path"] = str(Path(config.model.path, "config.json"))
-    if config.drafts.model is not None and Path(config.drafts.model.path).is_absolute():
-        paths["drafts.model"] = str(Path(config.drafts.model.path, "config.json"))
+    small = config.drafts.model
+    models = {"model.path": config.model.path, "drafts.model": small.path if small else ""}
+    for key, path in models.items():
+        if Path(path).is_absolute():
+            paths[key] = path if path.endswith(GGUF) else str(Path(path, "config.json"))
     return paths
 
 
@@ -321,10 +324,8 @@ def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
     """Returns facts of the files of the model and of adapters, by name, and of files that `serve`
     names, by configuration key. Files that cannot be read are left out."""
     found: dict[str, FileFacts] = {}
-    folder = local_folder(config.model.path)
-    if folder is not None:
-        for path in sorted(_model_files(folder))[:_MOST_FILES]:
-            _add(found, path.name, path, salt)
+    for path in sorted(model_files(config.model.path) or ())[:_MOST_FILES]:
+        _add(found, path.name, path, salt)
     for adapter, adapter_folder in config.lora.adapters.items():
         for file_name in (CONFIG_NAME, WEIGHTS_NAME):
             _add(found, f"{adapter}/{file_name}", Path(adapter_folder, file_name), salt)
@@ -334,11 +335,17 @@ def config_files(config: Config, salt: SecretBytes) -> dict[str, FileFacts]:
     return found
 
 
-def local_folder(path: str) -> Path | None:
-    """Returns the model's folder, or the cached folder of a hub id on this host; None: not cached
-    yet."""
-    if Path(path).is_dir():
-        return Path(path)
+def model_files(path: str) -> list[Path] | None:
+    """Returns the files of a model folder, of the cached folder of a hub id on this host, or of a
+    GGUF model; None: not cached yet."""
+    if path.endswith(GGUF):
+        return part_paths(Path(path))
+    folder = Path(path) if Path(path).is_dir() else cached_folder(path)
+    return None if folder is None else list(_model_files(folder))
+
+
+def cached_folder(path: str) -> Path | None:
+    """Returns the cached folder of a hub id on this host; None: not cached yet."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 

@@ -11,9 +11,9 @@ import pytest
 
 from swell.cluster.cli.doctor.probes import host_facts
 from swell.cluster.cli.doctor.probes.host_facts import (
+    cached_folder,
     collect_start_facts,
     config_files,
-    local_folder,
     named_paths,
     source_digest,
 )
@@ -87,7 +87,7 @@ def test_unreadable_files_count_as_missing(config: Config) -> None:
 
 @pytest.mark.parametrize("path", ["owner/not-in-any-cache", "./nowhere", "a/b/c", "/no/such/path"])
 def test_a_model_that_the_host_lacks_is_missing(path: str) -> None:
-    assert local_folder(path) is None
+    assert cached_folder(path) is None
 
 
 def test_a_model_in_the_hub_cache_has_digests(
@@ -101,7 +101,7 @@ def test_a_model_in_the_hub_cache_has_digests(
     refs.mkdir()
     (refs / "main").write_text("c0ffee")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    assert local_folder("owner/name") == snapshot
+    assert cached_folder("owner/name") == snapshot
     assert sorted(config_files(load("owner/name"), SALT)) == ["config.json"]
 
 

@@ -1,0 +1,113 @@
+"""The small files of a GGUF model, in a folder that is read like any model folder:
+
+    /tmp/swell-gguf-UID / DIGEST / config.json, generation_config.json,
+                                   tokenizer.json, tokenizer_config.json, chat_template.jinja
+                                   complete.json      the sizes of the others, written last
+
+They are written by the first process that needs them. The digest is that of the file's identity
+(path, inode, size, time of its last change) and of this code, so a folder never goes stale. Each
+host has its own folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.configs.files.gguf.architectures import model_config
+from swell.configs.files.gguf.header import GgufError, GgufFile, part_paths, read_header
+from swell.configs.files.gguf.tensor_names import sources
+from swell.configs.files.gguf.tokenizer import read_vocabulary, tokenizer_files
+from swell.configs.files.private_files import enter_folder
+
+COMPLETE = "complete.json"
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+"""Key of `general.sampling` -> its name in generation_config.json."""
+
+
+def unpacked(path: Path) -> Path:
+    """Returns the folder with the small files of a GGUF file. Raises GgufError."""
+    try:
+        folder = _folder(path)
+        if not _is_complete(folder):
+            _write(folder, _files(read_header(path)), path.stat().st_mtime)
+        return folder
+    except OSError as error:
+        raise GgufError(f"{path} cannot be unpacked: {error}") from None
+
+
+def _files(file: GgufFile) -> dict[str, Any]:
+    vocabulary = read_vocabulary(file)
+    config = model_config(file, vocabulary)
+    sources(file)
+    generation = _generation_config(file, config)
+    tokenizer = tokenizer_files(file, vocabulary)
+    return {"config.json": config, "generation_config.json": generation, **tokenizer}
+
+
+def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    stated = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: value for name, value in {**tokens, **stated}.items() if value is not None}
+
+
+def _folder(path: Path) -> Path:
+    identity = [_code_digest()]
+    for part in part_paths(path):
+        found = part.stat()
+        identity.append(f"{part.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}")
+    digest = hashlib.blake2b("\n".join(identity).encode(), digest_size=12).hexdigest()
+    return Path(tempfile.gettempdir(), f"swell-gguf-{os.getuid()}", digest)
+
+
+@cache
+def _code_digest() -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether every file is there: programs that clean /tmp may have removed some."""
+    try:
+        with enter_folder(folder.parent, make=True), enter_folder(folder):
+            sizes = parse_json(read_file(folder / COMPLETE, MAX_CONFIG_BYTES))
+            return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except FileNotFoundError:
+        return False
+
+
+def _write(folder: Path, files: Mapping[str, Any], changed_s: float) -> None:
+    """Writes the files. If another process writes them at the same time, one of the two folders
+    stays."""
+    written = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    try:
+        for name, content in files.items():
+            text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+            (written / name).write_text(text)
+            os.utime(written / name, (changed_s, changed_s))
+        sizes = {name: (written / name).stat().st_size for name in files}
+        (written / COMPLETE).write_text(json.dumps(sizes))
+        if not _is_complete(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            written.rename(folder)
+    except OSError:
+        if not _is_complete(folder):
+            raise
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
