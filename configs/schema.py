@@ -65,11 +65,14 @@ class ModelConfig(Section, frozen=True):
     measurements)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the checkpoint's own type; bfloat16 for a GGUF file with quantized weights."""
-    quantize: Literal["none", "int8", "int4"] = "none"
-    """Quantizes the matrices of linear layers after they are loaded, on CPUs: to integers of 8 or 4
-    bits, and a float16 scale for each 32 neighbouring inputs of an output (8.5 or 4.5 bits per
-    weight). The head has 8 bits in any case. Embeddings without a head, norms, biases, routers,
-    experts, adapters and draft models are not quantized (docs/operate/quantization.md)."""
+    quantize: Literal["none", "keep", "int8", "int4"] = "none"
+    """How matrices of linear layers are stored, on CPUs. `none`: with `dtype`. `keep`: as the
+    integers of a quantized checkpoint, where products can use them; other matrices have `dtype`
+    (docs/reference/quantization.md). `int8`, `int4`: they are quantized after they are loaded, to
+    integers of 8 or 4 bits, and a float16 scale for each 32 neighbouring inputs of an output (8.5
+    or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings without a head, norms,
+    biases, routers, experts, adapters and draft models are not quantized
+    (docs/operate/quantization.md)."""
     activations: Literal["exact", "int8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized
     to `dtype`. `int8`: each 32 inputs of a row are rounded to integers of 8 bits and a scale, too,

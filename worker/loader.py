@@ -12,6 +12,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,11 +36,13 @@ from swell.worker.checkpoint.gguf.checkpoint import GgufCheckpoint
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
+from swell.worker.layers.packed_weight import FLOATS, Packing, QuantizedBytes
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.model_folder import weights_folder
-from swell.worker.model_interfaces import HasMesh
+from swell.worker.model_interfaces import HasMesh, HoldsTensors
 from swell.worker.models.text_part import text_names, towers, wrapper_class
 from swell.worker.quantization.detection import find_scheme
+from swell.worker.quantization.kept_integers import Needed, keep_integers
 from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
@@ -48,6 +51,9 @@ Progress = Callable[[int, int], None]
 
 ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
 """Accepts the names of a checkpoint's tensors and returns the shards to fill."""
+
+Keep = Callable[[Sequence[Needed], Callable[[int], None]], tuple[list[Needed], QuantizedBytes]]
+"""`keep_integers` for one model."""
 
 DUMMY_STD = 0.02
 """Standard deviation of dummy weights: it gives logits of a few units at every depth."""
@@ -70,10 +76,14 @@ class LoadedWeights(NamedTuple):
 
 
 def load_weights(
-    model: Loadable, model_config: ModelConfig, progress: Progress | None = None
+    model: Loadable,
+    model_config: ModelConfig,
+    progress: Progress | None = None,
+    packing: Packing = FLOATS,
 ) -> LoadedWeights:
     """Fills the parameters of `model` with this rank's part of the checkpoint. The log names the
-    parts that are not served.
+    parts that are not served. If `packing` keeps integers, layers get packed weights where the
+    checkpoint has integers for them.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
@@ -86,7 +96,12 @@ def load_weights(
             with closing(open_checkpoint(model_config)) as stored:
                 for note in stored.notes:
                     log.info(note, model=model_config.path)
-        return LoadedWeights(load_weight_shards(model.weight_shards, model_config, progress), 0)
+        keep = None
+        if packing.keeps_integers and isinstance(model, HoldsTensors):
+            keep = partial(keep_integers, model, packing)
+        return LoadedWeights(
+            load_weight_shards(model.weight_shards, model_config, progress, keep), 0
+        )
     assert isinstance(model, HasMesh), "only models that sample are saved sharded"
     folder = weights_folder(model_config.path)
     refuse_other_model(folder, read_index(folder), model_config)
@@ -111,9 +126,13 @@ def load_experts(
 
 
 def load_weight_shards(
-    shards_of: ShardsOf, model_config: ModelConfig, progress: Progress | None = None
+    shards_of: ShardsOf,
+    model_config: ModelConfig,
+    progress: Progress | None = None,
+    keep: Keep | None = None,
 ) -> int:
-    """Fills the shards that `shards_of` returns; returns their bytes.
+    """Fills the shards that `shards_of` returns; returns the bytes of the weights. `keep` may fill
+    some shards otherwise.
 
     `load_format: dummy` fills them with random numbers that depend only on `model.seed`, the
     tensor's name, the part and the kind of the device, which draws them. Raises `ValueError` for a
@@ -133,10 +152,14 @@ def load_weight_shards(
                 )
         needed = [(stored.tensor(shard.name), shard) for shard in weight_shards]
         uploads = Uploads(needed[0][1].target.device if needed else torch.device("cpu"))
-        for tensor, shard in sorted(needed, key=lambda pair: pair[0].file):
+        needed.sort(key=lambda pair: pair[0].file)
+        kept = QuantizedBytes(0, 0)
+        if keep is not None:
+            needed, kept = keep(needed, report.add)
+        for tensor, shard in needed:
             _read(tensor, shard, uploads, report)
         uploads.finish()
-        return report.total
+        return report.total - kept.before + kept.after
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:

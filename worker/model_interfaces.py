@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from swell.worker.step.layer_taps import LayerTaps
 
 
+@runtime_checkable
 class HoldsTensors(Protocol):
     """The part of `torch.nn.Module` that loading, packing and sleeping need."""
 

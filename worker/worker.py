@@ -196,7 +196,7 @@ class Worker:
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
         refuse_unquantizable(model, packing)
-        loaded = load_weights(model, model_config, self._on_loaded)
+        loaded = load_weights(model, model_config, self._on_loaded, packing)
         quantized = pack_weights(model, packing)
         self._mapped_bytes = max(0, loaded.mapped_bytes - quantized.before)
         self.adapters = make_adapters(self.config.lora, model, self._dtype)

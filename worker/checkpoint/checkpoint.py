@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from swell.kernels.weights.quantized import QuantizedTensor
 
 Index = tuple[slice | int, ...]
 """A part of a tensor: one entry, a number or a slice of step 1, for each dimension."""
@@ -38,6 +40,15 @@ class StoredTensor(Protocol):
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part, of type `dtype`, on the CPU. Raises `ValueError` if the values cannot be
         represented in this type, or if this part cannot be read separately."""
+
+
+@runtime_checkable
+class HasIntegers(Protocol):
+    """A `StoredTensor` whose integers may be used for products without dequantizing them."""
+
+    def read_quantized(self, index: Index) -> QuantizedTensor | None:
+        """Returns a part with the values of `read`; None if products cannot use its integers, or if
+        it begins or ends within a group."""
 
 
 class Checkpoint(Protocol):

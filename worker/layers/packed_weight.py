@@ -17,7 +17,7 @@ from swell.worker.model_interfaces import HoldsTensors
 HEAD_BITS = 8
 """The bits of a quantized head, and of the embedding that shares its weight. Every token depends on
 them, and their rows are the same for all layers, so 4 bits would cost more than they save."""
-_BITS = {"none": None, "int8": 8, "int4": 4}
+_BITS = {"none": None, "keep": None, "int8": 8, "int4": 4}
 _OR_NOT = "or set model.quantize=none"
 
 
@@ -28,7 +28,9 @@ class Packing:
     exact: bool = False
     """See `swell.kernels.linear.pack`."""
     bits: int | None = None
-    """The bits of quantized weights; None: weights are not quantized."""
+    """The bits of quantized weights; None: weights are not quantized after they are loaded."""
+    keeps_integers: bool = False
+    """Whether the weights of quantized checkpoints keep their integers."""
     integer_activations: bool = False
     """See `swell.kernels.linear.pack_quantized`."""
 
@@ -37,17 +39,19 @@ class Packing:
         """Raises `ValueError` if the device cannot compute with such weights."""
         bits = _BITS[config.quantize]
         wanted = f"model.quantize={config.quantize}"
-        if bits and device.type != "cpu":
+        keeps_integers = config.quantize == "keep"
+        is_quantized = bool(bits) or keeps_integers
+        if is_quantized and device.type != "cpu":
             raise ValueError(
                 f"{wanted}: only CPUs compute with quantized weights; use model.device=cpu, "
                 f"{_OR_NOT}"
             )
-        if bits and dtype not in (torch.float32, torch.bfloat16):
+        if is_quantized and dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"{wanted} needs model.dtype=float32 or bfloat16, but the type of this model is "
                 f"{str(dtype).removeprefix('torch.')}; set model.dtype, {_OR_NOT}"
             )
-        return cls(config.exact, bits, config.activations == "int8")
+        return cls(config.exact, bits, keeps_integers, config.activations == "int8")
 
 
 FLOATS = Packing()
@@ -77,6 +81,11 @@ class PackedWeight(Packable):
             self.replace(pack_quantized(quantized, plain.dtype, packing.integer_activations))
         elif not isinstance(weight, PackedTensor):
             self.replace(pack(weight, packing.exact))
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether the weight is read only by products and lookups of our kernels."""
+        return True
 
     def quantized_bits(self, packing: Packing) -> int | None:
         """Returns the bits of this layer's weight; None: it is not quantized."""

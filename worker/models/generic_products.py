@@ -70,6 +70,10 @@ class _Watched(PackedWeight):
         """Never packs the weight."""
         self._is_read = True
 
+    @property
+    def may_be_packed(self) -> bool:
+        return not self._is_read
+
     def pack(self, packing: Packing) -> None:
         if not self._is_read:
             super().pack(packing)

@@ -40,6 +40,7 @@ class Awq(Scheme):
 
 class AwqMatrix(GroupedMatrix):
     unit = (PER_WORD, 1)
+    bits = 4
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -65,8 +66,11 @@ class AwqMatrix(GroupedMatrix):
         return Grid(scales.T.to(torch.float32), zeros.T.to(torch.float32))
 
     def groups(self, columns: range) -> torch.Tensor:
-        size = self.shape[1] // self.part(".scales").shape[0]
-        return torch.arange(columns.start, columns.stop) // size
+        return torch.arange(columns.start, columns.stop) // self.group_size
+
+    @cached_property
+    def group_size(self) -> int:  # type: ignore[override]
+        return self.shape[1] // self.part(".scales").shape[0]
 
 
 def _numbers(words: torch.Tensor) -> torch.Tensor:

@@ -142,10 +142,10 @@ class PackedMatrix(GroupedMatrix):
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         words = slice_of(columns, self._per_word)
         packed = self.part(".weight_packed").read_stored((slice_of(rows), words))
-        return unpack_integers(packed, self._bits)[:, : len(columns)]
+        return unpack_integers(packed, self.bits)[:, : len(columns)]
 
     def grid(self, rows: range) -> Grid:
-        stored, middle = self.part(".weight_scale"), 2 ** (self._bits - 1)
+        stored, middle = self.part(".weight_scale"), 2 ** (self.bits - 1)
         scales = stored.read_stored((slice_of(rows), ALL)).to(torch.float32)
         if ".weight_zero_point" not in self.parts:
             return Grid(scales, float(middle))
@@ -154,18 +154,28 @@ class PackedMatrix(GroupedMatrix):
             read = zeros.read_stored((slice_of(rows), ALL)).to(torch.float32)
             return Grid(scales, read + middle)
         packed = zeros.read_stored((slice_of(rows, self._per_word), ALL))
-        unpacked = unpack_integers(packed.T, self._bits)[:, : len(rows)].T
+        unpacked = unpack_integers(packed.T, self.bits)[:, : len(rows)].T
         return Grid(scales, unpacked.to(torch.float32))
 
     def groups(self, columns: range) -> torch.Tensor:
-        if ".weight_g_idx" in self.parts:
-            groups = self.part(".weight_g_idx").read_stored((slice_of(columns),)).long()
-            if not len(groups) or groups.min() >= 0:  # -1: not ordered
-                return groups
-        return torch.arange(columns.start, columns.stop) // self._group_size
+        if self._order is not None:
+            return self._order[slice_of(columns)]
+        return torch.arange(columns.start, columns.stop) // self._columns_per_group
+
+    @property
+    def group_size(self) -> int | None:  # type: ignore[override]
+        return self._columns_per_group if self._order is None else None
 
     @cached_property
-    def _bits(self) -> int:
+    def _order(self) -> torch.Tensor | None:
+        """[in] the group of each column; None: groups are neighbours."""
+        if ".weight_g_idx" not in self.parts:
+            return None
+        groups = self.part(".weight_g_idx").read_whole().long()
+        return None if (groups < 0).any() else groups  # -1: not ordered
+
+    @cached_property
+    def bits(self) -> int:  # type: ignore[override]
         bits = self._group.bits
         words, columns = self.part(".weight_packed").shape[1], self.shape[1]
         if bits not in BITS or words != -(-columns * bits // 32):
@@ -177,10 +187,10 @@ class PackedMatrix(GroupedMatrix):
 
     @property
     def _per_word(self) -> int:
-        return 32 // self._bits
+        return 32 // self.bits
 
     @cached_property
-    def _group_size(self) -> int:
+    def _columns_per_group(self) -> int:
         columns, count = self.shape[1], self.part(".weight_scale").shape[1]
         size = self._group.group_size
         if count == 1:

@@ -58,6 +58,14 @@ class ScaledMatrix(GroupedMatrix):
             raise self.refuse(f"has the shape {list(weight.shape)}, which is not a matrix")
         return weight.shape
 
+    @property
+    def bits(self) -> int | None:  # type: ignore[override]
+        return 8 if self.part(".weight").stored_type in INTEGERS else None
+
+    @property
+    def group_size(self) -> int:  # type: ignore[override]
+        return self._block_size[1]
+
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         return self.part(".weight").read_stored((slice_of(rows), slice_of(columns)))
 

@@ -70,39 +70,39 @@ class GptqMatrix(GroupedMatrix):
                 f"has a qweight of type {qweight.stored_type} and shape {list(qweight.shape)}"
             )
         words, rows = qweight.shape
-        columns = words * 32 // self._bits
-        if scales.shape[1] != rows or words * 32 != columns * self._bits:
+        columns = words * 32 // self.bits
+        if scales.shape[1] != rows or words * 32 != columns * self.bits:
             raise self.refuse(
                 f"has a qweight of shape {list(qweight.shape)}, but scales of shape "
-                f"{list(scales.shape)}, for {self._bits} bits"
+                f"{list(scales.shape)}, for {self.bits} bits"
             )
         return rows, columns
 
     @property
     def unit(self) -> tuple[int, int]:  # type: ignore[override]
-        numbers = 32 if self._bits == 3 else 32 // self._bits
+        numbers = 32 if self.bits == 3 else 32 // self.bits
         return numbers, numbers
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
-        words = slice(columns.start * self._bits // 32, columns.stop * self._bits // 32)
+        words = slice(columns.start * self.bits // 32, columns.stop * self.bits // 32)
         packed = self.part(".qweight").read_stored((words, slice_of(rows)))
-        return unpack_integers(packed.T, self._bits)
+        return unpack_integers(packed.T, self.bits)
 
     def grid(self, rows: range) -> Grid:
         scales = self.part(".scales").read_stored((ALL, slice_of(rows)))
-        words = slice(rows.start * self._bits // 32, -(-rows.stop * self._bits // 32))
+        words = slice(rows.start * self.bits // 32, -(-rows.stop * self.bits // 32))
         packed = self.part(".qzeros").read_stored((ALL, words))
-        zeros = unpack_integers(packed, self._bits)[:, : len(rows)]
-        zeros = (zeros + self._added) & (2**self._bits - 1)
+        zeros = unpack_integers(packed, self.bits)[:, : len(rows)]
+        zeros = (zeros + self._added) & (2**self.bits - 1)
         return Grid(scales.T.to(torch.float32), zeros.T.to(torch.float32))
 
     def groups(self, columns: range) -> torch.Tensor:
         if ".g_idx" in self.parts:
             return self.part(".g_idx").read_stored((slice_of(columns),)).long()
-        return torch.arange(columns.start, columns.stop) // self._group_size
+        return torch.arange(columns.start, columns.stop) // self._columns_per_group
 
     @cached_property
-    def _bits(self) -> int:
+    def bits(self) -> int:  # type: ignore[override]
         """The bits of this matrix."""
         words, groups = self.part(".qweight").shape[0], self.part(".scales").shape[0]
         size = self._declared.group_size
@@ -114,8 +114,17 @@ class GptqMatrix(GroupedMatrix):
             raise self.refuse(f"has {found} bits; only {', '.join(map(str, BITS))} are supported")
         return found
 
+    @cached_property
+    def group_size(self) -> int | None:  # type: ignore[override]
+        size = self._columns_per_group
+        if ".g_idx" in self.parts:
+            groups = self.part(".g_idx").read_whole()
+            if not torch.equal(groups.long(), torch.arange(len(groups)) // size):
+                return None
+        return size
+
     @property
-    def _group_size(self) -> int:
+    def _columns_per_group(self) -> int:
         return -(-self.shape[1] // self.part(".scales").shape[0])
 
     @cached_property
@@ -124,6 +133,6 @@ class GptqMatrix(GroupedMatrix):
         if self._declared.is_second_version:
             return 0
         if self._declared.is_symmetric:
-            zeros = unpack_integers(self.part(".qzeros").read_whole(), self._bits)
-            return 0 if bool((zeros == 2 ** (self._bits - 1)).all()) else 1
+            zeros = unpack_integers(self.part(".qzeros").read_whole(), self.bits)
+            return 0 if bool((zeros == 2 ** (self.bits - 1)).all()) else 1
         return 1

@@ -9,18 +9,23 @@ computed in float32 and rounded once, to the requested type.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from swell.kernels.weights.quantized import QuantizedTensor
 from swell.worker.checkpoint.checkpoint import Index
 from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
 
 Parts = Mapping[str, SafetensorsTensor]
 """Suffix of a stored tensor's name -> the tensor."""
 
+KEPT_BITS = (4, 8)
+"""Bits of integers with which products can be computed."""
+UNIT = 32
+"""Products need groups of a multiple of this many columns."""
 BLOCK_VALUES = 1 << 20
 """The number of values that are dequantized at a time: bounds the memory for float32 values."""
 
@@ -39,6 +44,10 @@ class GroupedMatrix(ABC):
 
     unit: tuple[int, int] = (1, 1)
     """Rows and columns that are stored together, so that parts must begin at multiples of them."""
+    bits: int | None = None
+    """Bits of the stored integers; None: they are not integers."""
+    group_size: int | None = None
+    """The number of neighbouring columns with one scale; None: groups are not neighbours."""
 
     def __init__(self, name: str, method: str, parts: Parts) -> None:
         self.name, self.method, self.parts = name, method, parts
@@ -90,20 +99,58 @@ class GroupedMatrix(ABC):
             raise ValueError(f"{self.description} is quantized, but the parameter is not a float")
         rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
         values = torch.empty(len(rows), len(columns), dtype=dtype)
-        unit = self.unit[0]
         wide = _aligned(columns, self.unit[1], self.shape[1])
-        step = max(1, BLOCK_VALUES // max(1, len(wide)) // unit) * unit
-        for start in range(rows.start // unit * unit, rows.stop, step):
-            block = range(start, min(start + step, self.shape[0]))
-            own = range(max(start, rows.start), min(block.stop, rows.stop))
-            values[own.start - rows.start : own.stop - rows.start] = self._values(block, wide)[
-                own.start - start : own.stop - start,
-                columns.start - wide.start : columns.stop - wide.start,
-            ]
+        here = slice(columns.start - wide.start, columns.stop - wide.start)
+        for block, of_block, of_part in self._blocks(rows, len(wide)):
+            values[of_part] = self._values(block, wide)[of_block, here]
         for dim, each in reversed(list(enumerate(index))):
             if isinstance(each, int):
                 values = values.select(dim, 0)
         return values
+
+    def read_quantized(self, index: Index) -> QuantizedTensor | None:
+        rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
+        size, bits = self.group_size, self.bits
+        if size is None or bits not in KEPT_BITS:
+            return None
+        has_one = size >= self.shape[1]
+        size = len(columns) if has_one else size
+        borders = columns.start, columns.stop
+        whole = max(UNIT, self.unit[1]) if has_one else size
+        if not size or size % UNIT or any(border % whole for border in borders):
+            return None
+        groups = slice(0, 1) if has_one else slice(columns.start // size, columns.stop // size)
+        integers = torch.empty(len(rows), len(columns), dtype=torch.uint8)
+        scales = torch.empty(len(rows), groups.stop - groups.start)
+        zeros = torch.empty_like(scales)
+        for block, of_block, of_part in self._blocks(rows, len(columns)):
+            levels, grid = self.levels(block, columns), self.grid(block)
+            is_signed = levels.dtype == torch.int8
+            levels = levels.view(torch.uint8) ^ 128 if is_signed else levels
+            integers[of_part] = levels[of_block]
+            scales[of_part] = grid.scales[of_block, groups]
+            stored = grid.zeros
+            if isinstance(stored, torch.Tensor):
+                stored = stored[of_block, groups]
+            zeros[of_part] = stored + (128.0 if is_signed else 0.0)
+        if not bool(scales.isfinite().all()):
+            return None
+        is_middle = bool((zeros == 1 << (bits - 1)).all())
+        return QuantizedTensor(integers, scales, None if is_middle else -zeros * scales, bits)
+
+    def _blocks(self, rows: range, columns: int) -> Iterator[tuple[range, slice, slice]]:
+        """Splits rows into aligned blocks of at most `BLOCK_VALUES` values. Yields a block, its
+        part that belongs to `rows`, and the place of this part in `rows`."""
+        unit = self.unit[0]
+        step = max(1, BLOCK_VALUES // max(1, columns) // unit) * unit
+        for start in range(rows.start // unit * unit, rows.stop, step):
+            block = range(start, min(start + step, self.shape[0]))
+            own = range(max(start, rows.start), min(block.stop, rows.stop))
+            yield (
+                block,
+                slice(own.start - start, own.stop - start),
+                slice(own.start - rows.start, own.stop - rows.start),
+            )
 
     def _values(self, rows: range, columns: range) -> torch.Tensor:
         """Returns the values of an aligned part, [R, C] float32."""

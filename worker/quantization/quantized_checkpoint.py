@@ -30,8 +30,7 @@ class QuantizedCheckpoint:
 
     @property
     def notes(self) -> Sequence[str]:
-        method = self._scheme.method
-        notes = [f"quantized weights ({method}) are dequantized while they are loaded"]
+        notes = [f"the checkpoint is quantized ({self._scheme.method})"]
         if self._has_cache_scales:
             notes.append("the checkpoint's scales of the KV cache are not used")
         return notes

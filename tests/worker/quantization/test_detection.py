@@ -214,7 +214,7 @@ def test_the_log_names_the_method_and_unused_scales(
     with caplog.at_level(logging.INFO, "swell"):
         load(folder, "native")
     assert [one.message for one in caplog.records if one.name.startswith("swell")] == [
-        "quantized weights (fp8) are dequantized while they are loaded",
+        "the checkpoint is quantized (fp8)",
         "the checkpoint's scales of the KV cache are not used",
     ]
 

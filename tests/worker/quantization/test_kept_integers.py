@@ -1,0 +1,128 @@
+"""`model.quantize=keep`: products use the integers of a quantized checkpoint. Answers equal those
+of the dequantized copy to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from swell.cluster.local import LLM
+from swell.configs.schema import ModelConfig, load
+from swell.kernels.linear import panel
+from swell.kernels.weights.quantized import PackedQuantizedTensor
+from swell.worker.layers.packed_weight import PackedWeight, Packing
+from swell.worker.worker import Worker
+from tests.worker.quantization import writers
+from tests.worker.quantization.copies import answers, answers_of, copies
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(panel("cpu") is None, reason="no compiler: only a slow backend computes"),
+]
+
+ON_CPU = {"model.device": "cpu"}
+KEEP = {"model.quantize": "keep", **ON_CPU}
+SIZES = {"intermediate_size": 256}
+KEPT = {
+    # format -> bits
+    **dict.fromkeys(("gptq", "gptq-v2", "gptq-symmetric-zeros", "awq"), 4),
+    **dict.fromkeys(("ct-w4a16", "ct-w4a16-asymmetric", "ct-w4a16-channel"), 4),
+    **dict.fromkeys(("gptq-8", "ct-w8a16", "ct-int8", "ct-int8-asymmetric"), 8),
+}
+DEQUANTIZED = ["gptq-asymmetric-ordered", "gptq-3", "ct-w4a16-ordered", "fp8-block", "ct-nvfp4"]
+
+
+def kept(folder: Path, **settings: Any) -> list[int]:
+    """Returns the bits of the quantized weights in the layers of a loaded model."""
+    config = load(str(folder), {"model.dtype": "float32", **KEEP, **settings})
+    worker = Worker(config)
+    worker.load()
+    assert worker.model is not None
+    layers = [module for module in worker.model.modules() if isinstance(module, PackedWeight)]
+    weights = [layer.weight for layer in layers]
+    return [each.form.bits for each in weights if isinstance(each, PackedQuantizedTensor)]
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("name", KEPT)
+def test_integers_are_kept(name: str, backend: str, tmp_path: Path) -> None:
+    quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    settings = {"model.backend": backend, "model.device": "cpu"}
+    assert answers(quantized, **{**settings, **KEEP}) == answers(plain, **settings)
+    layers = 2 * (4 if backend == "native" else 7)
+    assert kept(quantized, **settings) == [KEPT[name]] * layers
+
+
+@pytest.mark.parametrize("name", DEQUANTIZED)
+def test_other_matrices_are_dequantized(name: str, tmp_path: Path) -> None:
+    quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
+    assert kept(quantized) == []
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-w4a16-channel", "ct-int8"])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_keep_their_parts(name: str, axis: str, tmp_path: Path) -> None:
+    quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    settings = {f"parallel.{axis}": 2, "model.device": "cpu"}
+    assert answers(quantized, **{**settings, **KEEP}) == answers(plain, **settings)
+
+
+def test_a_part_that_ends_within_a_group_is_dequantized(tmp_path: Path) -> None:
+    """Each rank has 96 inputs of the last matrix, which are one and a half groups of 64."""
+    quantized, plain = copies(tmp_path, writers.FORMATS["ct-w8a16"])
+    settings = {"parallel.tensor": 2, "model.device": "cpu"}
+    assert answers(quantized, **{**settings, **KEEP}) == answers(plain, **settings)
+
+
+def test_layers_with_several_forms_are_dequantized(tmp_path: Path) -> None:
+    """Queries are not quantized, so the product of queries, keys and values is not, either."""
+    quantized, plain = copies(
+        tmp_path,
+        writers.FORMATS["gptq"],
+        quantized=lambda name, _: name.endswith(("k_proj.weight", "down_proj.weight")),
+        **SIZES,
+    )
+    assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
+    assert kept(quantized) == [4, 4]
+    assert kept(quantized, **{"model.backend": "transformers"}) == [4] * 4
+
+
+def test_bfloat16_heads_embeddings_and_new_weights(tmp_path: Path) -> None:
+    """In bfloat16 the exact values are rounded once, as when they are dequantized."""
+    form = writers.FORMATS["ct-int8"]
+    quantized, plain = copies(
+        tmp_path, form, "llama-tied", lambda name, tensor: tensor.dim() == 2, **SIZES
+    )
+    assert len(kept(quantized)) == 2 * 4 + 2
+    settings = {"model.dtype": "bfloat16", "model.device": "cpu"}
+    expected = answers(quantized, **settings)
+    assert answers(quantized, **{**settings, **KEEP}) == expected
+    values = {"cache.memory_bytes": 2_000_000, **settings, **KEEP}
+    with LLM(str(plain), **values) as llm:
+        assert answers_of(llm) != []
+        llm.update_weights(str(quantized))
+        assert answers_of(llm) == expected
+        llm.sleep(1)
+        llm.wake_up()
+        assert answers_of(llm) == expected
+
+
+def test_the_weights_of_a_worker_are_smaller(tmp_path: Path) -> None:
+    quantized, _ = copies(tmp_path, writers.FORMATS["gptq"], **SIZES)
+    config = {"model.dtype": "float32", "model.device": "cpu"}
+    plain_bytes = Worker(load(str(quantized), config)).load()
+    kept_bytes = Worker(load(str(quantized), {**config, **KEEP})).load()
+    matrices = 2 * (128 * 128 * 2 + 128 * 64 * 2 + 128 * 256 * 3)
+    assert plain_bytes - kept_bytes == pytest.approx(matrices * (32 - 4.5) / 8, rel=0.01)
+
+
+def test_only_cpus_keep_integers(tmp_path: Path) -> None:
+    config = ModelConfig(path="m", quantize="keep")
+    with pytest.raises(ValueError, match=r"model\.quantize=keep: only CPUs"):
+        Packing.of(config, torch.device("cuda"), torch.float32)
+    with pytest.raises(ValueError, match=r"needs model\.dtype"):
+        Packing.of(config, torch.device("cpu"), torch.float16)
