@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 from weakref import WeakSet
 
@@ -45,8 +46,7 @@ def capture(
 ) -> tuple[list[Tensor], CudaGraph]:
     """See `swell.kernels.graph.capture`. The function is called twice: the first call compiles
     kernels and allocates what libraries keep, which a capture must not contain."""
-    current = torch.cuda.current_stream()
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    current, stream = torch.cuda.current_stream(), _stream(torch.cuda.current_device())
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         with RefuseHostReads():  # type: ignore[no-untyped-call]
@@ -70,11 +70,20 @@ def _capture(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], CudaGraph]:
     except RuntimeError as error:
         with contextlib.suppress(RuntimeError):  # the capture is invalid and says so again
             graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # done already, unless the line above has failed
+            torch._C._cuda_endAllocateToPool(device, pool)
         raise NotCapturableError(f"a CUDA graph cannot repeat the step: {error}") from error
     graph.capture_end()
     captured = CudaGraph(graph, pool)
     _graphs[device].add(captured)
     return results, captured
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """Returns the stream on which all graphs of a device are captured: cuBLAS keeps memory for each
+    stream, and torch uses the freed memory of a stream only for tensors of the same stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 _graphs: defaultdict[int, WeakSet[CudaGraph]] = defaultdict(WeakSet)
