@@ -75,7 +75,7 @@ scale: setup
 	$(BIN)/python -m tests.simulator.scale
 
 # On a machine with a GPU, with its own Python: answers, ceilings and times of one card, in 500 s at most. Needs torch,
-# transformers, msgspec, pyzmq and llguidance; no Ray, no network, no pytest.
+# triton, transformers, msgspec, pyzmq and llguidance; no Ray, no network, no pytest. SWELL_TEST_DEVICE=cpu: tiny sizes.
 gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	PYTHONPATH=build/gpu:. $(PYTHON) -m tests.gpu_report --json build/gpu/report.json

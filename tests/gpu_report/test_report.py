@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 
 from tests.gpu_report import __main__ as report
+from tests.gpu_report.bare_machine import modules_of_packages
 from tests.gpu_report.scale import SHAPES, Scale
 
 pytestmark = pytest.mark.slow
@@ -22,6 +25,16 @@ def test_a_stage_runs_on_a_cpu(stage):
     figures = module.run(Scale("cpu", earlier))
     assert figures
     assert json.loads(json.dumps(figures)) == figures
+
+
+def test_the_stages_need_few_packages_and_no_network():
+    """The other stages import no further modules."""
+    stages = ["doors", "outputs", "attention", "groups", "sleep", "adapters"]
+    command = [sys.executable, "-m", "tests.gpu_report.bare_machine", *stages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == stages
+    assert "ray" not in modules_of_packages() and "torch" in modules_of_packages()
 
 
 def test_the_stages_fit_into_one_run_of_a_machine():

@@ -1,6 +1,6 @@
-"""Every operation of `kernels/`: the device's backend against the reference on the CPU in float64
-or, where an operation accepts only float32, in that. `make test` compares the reference itself with
-the definitions."""
+"""Every operation of `kernels/`: the device's backend against the reference on the CPU, which gets
+the same inputs in float64 or, where an operation accepts only float32, in that. `make test`
+compares the reference itself with the definitions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
+from swell.kernels.inputs import Bucket, Inputs
+from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
 from tests.gpu_report.scale import Figures, Scale
 
@@ -33,7 +35,13 @@ def _rms_norm(norm: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def _layer_norm(norm: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return [norm.layer_norm(to(_randn(5, 256)), to(_randn(256)), to(_randn(256)), 1e-5, None)]
+    x, residual, weight, bias = (
+        to(_randn(*shape)) for shape in ((5, 256), (5, 256), (256,), (256,))
+    )
+    return [
+        norm.layer_norm(x, weight, bias, 1e-5),
+        norm.layer_norm(x, weight, None, 1e-5, residual),
+    ]
 
 
 def _activation(activation: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -73,18 +81,23 @@ def _attention(attention: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Te
         to(starts.int()), to(torch.tensor(contexts).int()), to(blocks.int()),
         to(torch.zeros(7, dtype=torch.int64)), max(queries), max(contexts),
     )  # fmt: skip
-    tensors = to(_randn(7, 8, 128)), to(_randn(64, 2, 32, 128)), to(_randn(64, 2, 32, 128))
-    plain, windowed = (
-        attention.paged_attention(*tensors, meta, scale=128**-0.5, **options)
-        for options in ({}, {"window": 9, "softcap": 30.0})
-    )
-    return [plain, windowed]
+    found = []
+    for heads, kv_heads, head_dim in ((8, 2, 128), (14, 2, 80)):
+        cache = 64, kv_heads, 32, head_dim
+        tensors = to(_randn(7, heads, head_dim)), to(_randn(*cache)), to(_randn(*cache))
+        sinks = to(_randn(heads))
+        for options in ({}, {"window": 9, "softcap": 30.0}, {"lookahead": 3, "sinks": sinks}):
+            for exact in (False, True):
+                own = meta._replace(exact=exact)
+                found.append(attention.paged_attention(*tensors, own, scale=0.1, **options))
+    return found
 
 
 def _linear(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    x, weight = to(_randn(5, 64)), linear.pack(to(_randn(96, 64)))
+    x, weight, bias = to(_randn(5, 64)), to(_randn(96, 64)), to(_randn(96))
     ids = to(torch.tensor([3, 0, 3]))
-    return [linear.linear(x, weight, None), linear.embedding(ids, to(_randn(9, 64)))]
+    products = [linear.linear(x, linear.pack(weight, exact), bias) for exact in (False, True)]
+    return [*products, linear.embedding(ids, to(_randn(9, 64)))]
 
 
 def _argmax(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -127,14 +140,40 @@ def _bitmask(bitmask: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor
 def _moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     x = to(_randn(7, 32))
     weights, experts = moe.route(to(_randn(7, 4)), 2, True)
-    made = {e: (to(_randn(48, 32)), to(_randn(32, 24))) for e in range(4)}
+    made = {e: (to(_randn(48, 32) / 6), to(_randn(32, 24) / 5)) for e in range(4)}
     table = ExpertTable(4, x.device, made)
     outputs = torch.zeros(7, 2, 32, dtype=x.dtype, device=x.device)
     moe.expert_outputs(x, experts, table, outputs)
     return [weights, moe.combine_experts(outputs, weights.to(x.dtype))]
 
 
+def _inputs(inputs: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """A step of 3 rows, padded to a bucket."""
+    token_ids, blocks = to(torch.arange(4 * 40).view(4, 40).int()), to(torch.randperm(12).int())
+    out = Inputs.allocate(16, 8, 3, token_ids.device)
+    gather = inputs.make_gather(token_ids, blocks.view(4, 3), 16, out)
+    gather([3, 0, 1], [7, 0, 37], [1, 5, 2], [1, 0, 1], Bucket(12, 4, 4, 8))
+    tokens = to(torch.tensor([701, 702, 703, 704]))
+    inputs.write_tokens(token_ids, out.samples[1, :4], out.samples[2, :4], tokens)
+    padded = [out.input_ids[:12], out.positions[:12], out.query_start[:5], out.context_tokens[:4]]
+    return [*padded, out.slot_mapping[:12], out.samples[:, :4], token_ids]
+
+
+def _lora(lora: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """A layer of two matrices: one adapter adapts both, another one only the second matrix."""
+    x, y = to(_randn(6, 64)), to(_randn(6, 48))
+    layer = lora.make_layer(64, (32, 16), 3, 8, x.dtype, x.device)
+    layer.set(0, LoraWeights(to(_randn(12, 64)), [to(_randn(32, 8)), to(_randn(16, 4))]))
+    layer.set(2, LoraWeights(to(_randn(5, 64)), [None, to(_randn(16, 5))]))
+    tokens = LoraTokens(6, 3, x.device)
+    tokens.set({0: [4, 1], 2: [5, 0, 3]})
+    layer.add(x, y, tokens)
+    return [y / 8]  # the size of the terms of one product
+
+
 CASES: list[tuple[str, Case]] = [
+    ("inputs", _inputs),
+    ("lora", _lora),
     ("norm", _rms_norm),
     ("norm", _layer_norm),
     ("activation", _activation),
@@ -150,9 +189,9 @@ CASES: list[tuple[str, Case]] = [
     ("bitmask", _bitmask),
     ("moe", _moe),
 ]
-"""(operation, case); `inputs` and `lora` are tested by the answers of whole engines."""
-_FLOAT32_ONLY = ("sample", "logprobs", "penalties", "bitmask")
-_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""(operation, case)"""
+_FLOAT32_ONLY = ("inputs", "sample", "logprobs", "penalties", "bitmask")
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def run(scale: Scale) -> Figures:
@@ -161,13 +200,14 @@ def run(scale: Scale) -> Figures:
         module = backends.get(operation, scale.device)
         figures[operation] = module.__name__.split(".")[-2]
         types = [torch.float32] if operation in _FLOAT32_ONLY else list(_TOLERANCE)
+        exact = torch.float32 if operation in _FLOAT32_ONLY else torch.float64
         for dtype in types:
-            results = _results(case, module, scale.device, dtype)
-            reference = _results(case, _reference(operation), "cpu", dtype)
+            results = _results(case, module, scale.device, dtype, dtype)
+            reference = _results(case, _reference(operation), "cpu", dtype, exact)
             for got, expected in zip(results, reference, strict=True):
                 tolerance = _TOLERANCE[dtype]
                 torch.testing.assert_close(
-                    got.cpu(), expected, rtol=tolerance, atol=tolerance,
+                    got.cpu().to(expected.dtype), expected, rtol=tolerance, atol=tolerance,
                     msg=lambda text, what=(operation, dtype): f"{what}: {text}",
                 )  # fmt: skip
     return figures
@@ -179,12 +219,17 @@ def _reference(operation: str) -> ModuleType:
     return module
 
 
-def _results(case: Case, module: ModuleType, device: str, dtype: torch.dtype) -> list[Tensor]:
-    """Computes the case with the same numbers for each backend."""
+def _results(
+    case: Case, module: ModuleType, device: str, dtype: torch.dtype, computed: torch.dtype
+) -> list[Tensor]:
+    """Computes the case in the type `computed`, with the same numbers of type `dtype` for each
+    backend."""
     _randn_generator.manual_seed(0)
 
     def to(tensor: Tensor) -> Tensor:
-        return tensor.to(device, dtype if tensor.dtype == torch.float32 else tensor.dtype)
+        if tensor.dtype == torch.float32:
+            tensor = tensor.to(dtype).to(computed)
+        return tensor.to(device)
 
     torch.manual_seed(0)
     return case(module, to)
