@@ -83,6 +83,12 @@ class Calm:
         is_disturbed = not hosts.isdisjoint([*net.slow_hosts, *net.lossy_hosts])
         return is_disturbed or any(self._late_until.get(host, 0.0) > now for host in hosts)
 
+    @property
+    def packets_are_late(self) -> bool:
+        """Whether packets between any two processes may be late."""
+        until = [*self._cut_until.values(), *self._late_until.values()]
+        return max(until, default=0.0) > self._kernel.now
+
     def were_reset(self, one: Process, other: Process) -> bool:
         """Returns whether messages between two processes may have been lost with their connection,
         or while one of them was stopped. They come again with the next heartbeat."""

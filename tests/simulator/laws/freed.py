@@ -43,12 +43,14 @@ class FreedWatch:
         """The number of finished steps of each engine at the last look."""
 
     def look(self) -> None:
+        """A message of a process that is gone may still come while packets are late."""
         living = self._identities(self._plane.ingresses)
         for engine in self._plane.living_engines:
             if engine.server is not None:
                 self._look_at_clients(engine, living)
         coordinator = self._plane.coordinator
-        if coordinator is not None and self._calm.coordinator_acts:
+        acts = self._calm.coordinator_acts and not self._calm.packets_are_late
+        if coordinator is not None and acts:
             self._look_at_subscribers(coordinator, living)
             self._look_at_peers(coordinator)
         engines = self._plane.living_engines
