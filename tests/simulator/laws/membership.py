@@ -178,6 +178,7 @@ class MembershipWatch:
         processes = [self._plane.coordinators[-1][0], *(engine.process for engine in group)]
         is_able = len(group) == len(ranks) > 0 and all(
             engine.server is not None
+            and engine.stopped_at is None
             and engine.server._coordinator_client._address == coordinator.address
             and not (engine.executor.hangs or engine.executor.worker_lost)
             for engine in group

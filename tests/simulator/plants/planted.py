@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from random import Random
 from typing import Any
 
 import msgspec
@@ -48,17 +47,8 @@ from swell.engine.wire import AbortRequests, EngineCoreOutputs, KeepAliveReply
 from tests.simulator.faults import FAULTS
 from tests.simulator.laws.laws import judge
 from tests.simulator.model import BROKEN_WEIGHTS
-from tests.simulator.scenario import (
-    HOSTS,
-    SLOW_STEP_S,
-    AtMessage,
-    Fault,
-    Operation,
-    Request,
-    Scenario,
-    draw,
-    draw_tight,
-)
+from tests.simulator.plants import shapes
+from tests.simulator.scenario import Scenario, draw
 
 
 @dataclass(frozen=True)
@@ -200,98 +190,26 @@ async def _unsaved(right: Any, self: Any) -> None:
         await right(self)
 
 
+def _detached_all_the_same(right: Any, self: Any, ranks: Any, now: float) -> Any:
+    detached = set(self.detached)
+    sends = right(self, ranks, now)
+    self.detached |= detached
+    return sends
+
+
+def _any_incarnation(right: Any, self: Any, ranks: Any, now: float, known: Any = None) -> Any:
+    is_replaced = known is not None and any(
+        (found := self.current_member(rank)) and found.incarnation not in known for rank in ranks
+    )
+    return right(self, ranks, now, None if is_replaced else known)
+
+
 def _resumed_without_name(right: Any, self: Any, handle: Any, record: Any) -> None:
     right(self, handle, msgspec.structs.replace(record, is_named=False))
 
 
 async def _never(right: Any, self: Any) -> None:
     await asyncio.sleep(1e9)
-
-
-def _crowd(scenario: Scenario) -> Scenario:
-    """Kills workers in steps of long requests whose outputs are late because packets are lost."""
-    requests = [Request(3.1 + 0.05 * index, 0, (index,), 250, index) for index in range(12)]
-    losses = [Fault("loss", 3.0, target, 20.0) for target in range(len(HOSTS))]
-    hits = [
-        Fault(
-            "lose-worker", 3.2, scenario.seed, trigger=AtMessage("EngineCoreOutputs", 4 + 6 * index)
-        )
-        for index in range(6)
-    ]
-    return replace(
-        scenario,
-        engines=3,
-        ingresses=1,
-        expert=False,
-        requests=tuple(requests),
-        faults=(*losses, *hits),
-        operations=(),
-        step_s=SLOW_STEP_S,
-    )
-
-
-def _silent_coordinator(scenario: Scenario) -> Scenario:
-    """Cuts off the coordinator of engines that share experts; Ray does not start another one."""
-    faults = Fault("cut", 3.8, 0, 45.0), Fault("gcs-away", 4.3, 0, 45.0)
-    return replace(scenario, engines=2, expert=True, faults=faults, operations=())
-
-
-def _upgrading(weights: int) -> Callable[[Scenario], Scenario]:
-    """Upgrades the only engine while it streams long answers; processes are killed meanwhile."""
-
-    def shape(scenario: Scenario) -> Scenario:
-        requests = [Request(3.1 + 0.05 * index, 0, (index,), 300, index) for index in range(8)]
-        kills = [Fault("kill", 5.0 + 2.0 * index, scenario.seed + index) for index in range(2)]
-        return replace(
-            scenario,
-            engines=1,
-            ingresses=1,
-            expert=False,
-            requests=tuple(requests),
-            faults=tuple(kills),
-            operations=(Operation(3.3, "upgrade", weights),),
-            step_s=SLOW_STEP_S,
-        )
-
-    return shape
-
-
-def _updating(scenario: Scenario) -> Scenario:
-    """Gives the engines other weights while they stream answers, some of them long."""
-    requests = [
-        Request(3.1 + 0.3 * index, 0, (index,), 300 if index == 1 else 20, index)
-        for index in range(24)
-    ]
-    update = Operation(3.3, "update_weights", 1)
-    return replace(
-        scenario,
-        engines=1 + scenario.seed % 2,
-        ingresses=1,
-        expert=False,
-        requests=tuple(requests),
-        faults=(),
-        operations=(update,),
-        step_s=SLOW_STEP_S,
-    )
-
-
-def _kept(scenario: Scenario) -> Scenario:
-    """Reduces the number of engines, and restores it while the leaving ones finish requests."""
-    requests = [Request(3.5 + 0.05 * index, 0, (index,), 300, index) for index in range(12)]
-    return replace(
-        scenario,
-        engines=3,
-        ingresses=1,
-        requests=tuple(requests),
-        operations=(Operation(4.2, "scale", 1), Operation(5.2, "scale", 3)),
-        step_s=SLOW_STEP_S,
-        autoscaled=False,
-    )
-
-
-def _tight(scenario: Scenario) -> Scenario:
-    random = Random(f"planted:{scenario.seed}")
-    return draw_tight(random, replace(scenario, expert=False))
 
 
 def _all_stay(
@@ -319,13 +237,13 @@ BUGS = {
         OutputProcessor,
         "find",
         lambda right, self, request_id, attempt: self.request_states.get(request_id),
-        shape=_crowd,
+        shape=shapes.crowd,
     ),
     "ingress: engines that are not reached get requests": Bug(
         Router, "set_unreachable", _nothing, ("cut", "half-cut")
     ),
     "ingress: who waits for a silent coordinator gets requests": Bug(
-        AsyncEngineCoreClient, "_fault", _nothing, shape=_silent_coordinator
+        AsyncEngineCoreClient, "_fault", _nothing, shape=shapes.silent_coordinator
     ),
     "engine: lost clients keep requests": Bug(
         EngineCore, "abort_client", lambda right, self, client: [], LOSSES
@@ -348,7 +266,10 @@ BUGS = {
         CoordinatorService, "_on_subscribe", _nothing, PROCESSES
     ),
     "coordinator: an engine that is kept goes on leaving": Bug(
-        CoordinatorStateMachine, "cancel_leave", lambda right, self, ranks, now: [], shape=_kept
+        CoordinatorStateMachine,
+        "cancel_leave",
+        lambda right, self, ranks, now: [],
+        shape=shapes.kept,
     ),
     "manager: a drain is over at once": Bug(Fleet, "leave", _no_time_to_leave),
     "manager: what it placed is an orphan": Bug(
@@ -366,29 +287,34 @@ BUGS = {
         control_state, "take_over", _pause_forgotten, ("kill", "kill-control")
     ),
     "manager: an engine that is kept goes on leaving": Bug(
-        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES, _kept
+        CoordinatorHandle, "cancel_leave", _not_sent, LOSSES, shapes.kept
     ),
     "ingress: an answer continues on any version": Bug(
         RoutableEngines,
         "of_version",
         lambda right, self, version: self.active,
-        shape=_upgrading(1),
+        shape=shapes.upgrading(1),
     ),
     "ingress: what it needs is not said": Bug(
-        AsyncLLM, "versions_in_use", lambda right, self: [], shape=_upgrading(1)
+        AsyncLLM, "versions_in_use", lambda right, self: [], shape=shapes.upgrading(1)
     ),
     "manager: a version that is needed is not made again": Bug(
-        upgrade_plan, "unmet", lambda right, *args: [], shape=_upgrading(1)
+        upgrade_plan, "unmet", lambda right, *args: [], shape=shapes.upgrading(1)
     ),
     "manager: nothing gives way to a version that is needed": Bug(
-        upgrade_plan, "_give_way", _all_stay, shape=_tight
+        upgrade_plan, "_give_way", _all_stay, shape=shapes.tight
     ),
     "manager: a version that does not load is not rolled back": Bug(
-        upgrade, "_roll_back", lambda right, state, reason: state, shape=_upgrading(BROKEN_WEIGHTS)
+        upgrade,
+        "_roll_back",
+        lambda right, state, reason: state,
+        shape=shapes.upgrading(BROKEN_WEIGHTS),
     ),
-    "engine: it keeps its weights": Bug(WorkerMemory, "update_weights", _nothing, shape=_updating),
+    "engine: it keeps its weights": Bug(
+        WorkerMemory, "update_weights", _nothing, shape=shapes.updating
+    ),
     "manager: an engine that gets weights is forgotten": Bug(
-        Fleet, "_reload", _nothing, shape=_updating
+        Fleet, "_reload", _nothing, shape=shapes.updating
     ),
     "coordinator: who was asked to leave counts as lost": Bug(
         rosters,
@@ -466,6 +392,20 @@ BUGS = {
         Fleet, "refresh", _not_read, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
+    "coordinator: an engine that is kept is detached": Bug(
+        CoordinatorStateMachine, "cancel_leave", _detached_all_the_same, campaigns=True
+    ),
+    "coordinator: a dead engine takes its successor along": Bug(
+        CoordinatorStateMachine, "remove_failed", _any_incarnation, campaigns=True
+    ),
+    "manager: a version in use is forgotten": Bug(
+        upgrade,
+        "_want",
+        lambda right, state, config_hash, config, in_use, base="": right(
+            state, config_hash, config, (), base
+        ),
+        campaigns=True,
+    ),
     "manager: its successor does not know that a drain is by name": Bug(
         Drain, "resume", _resumed_without_name, campaigns=True
     ),

@@ -65,6 +65,9 @@ SEEDS = {
     "manager: the status has workers that were replaced": 87,
     "ingress: it ignores that a client gives up": 1,
     "ingress: a request waits for an engine without limit": 49,
+    "coordinator: an engine that is kept is detached": 73996000670,
+    "coordinator: a dead engine takes its successor along": 73996000580,
+    "manager: a version in use is forgotten": 73996000205,
     "manager: its successor does not know that a drain is by name": 51,
     "manager: its successor does not know the drains": 51,
 }

@@ -236,8 +236,9 @@ class SimActor:
         self._running[group] -= 1
         way_s = self._cluster.way_s()
         self._after_way(call, way_s, lambda call: self._settle(call, result, failed))
-        if waiting := self._waiting[group]:
-            self._execute(waiting.popleft(), life)
+        limit = self._concurrency.limit_of(group)
+        while (waiting := self._waiting[group]) and self._running[group] < limit:
+            self._execute(waiting.popleft(), life)  # perhaps it has run already
 
     def _settle(self, call: _Call, result: Any, error: Exception | None) -> None:
         if call not in self._calls:

@@ -17,7 +17,7 @@ from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network
 from tests.simulator.simulated_ray.ray import RayOptions, SimRayCluster
 from tests.simulator.simulated_ray.ray_actor import SimActor
-from tests.simulator.simulated_ray.ray_port import SimRay
+from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, SimRay
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
@@ -37,6 +37,9 @@ class Actor:
     async def wait(self, seconds: float) -> str:
         await asyncio.sleep(seconds)
         return self._process.name
+
+    async def later(self, seconds: float) -> str:
+        return await self.wait(seconds)
 
 
 class RayHosts:
@@ -317,5 +320,27 @@ def test_a_short_cut_kills_nothing() -> None:
             await asyncio.sleep(0.1)
         for engine in engines:
             assert not (await hosts.ray.call(engine, "where"))[2]
+
+    hosts.run(work)
+
+
+def test_every_call_of_a_restarted_actor_is_answered() -> None:
+    """Calls arrive at the next process of the actor although that has begun with them already, and
+    others come while it is busy."""
+    hosts = RayHosts()
+
+    async def work() -> None:
+        ray, limit = hosts.ray, COORDINATOR_CALLS.limit_of("")
+        actor = await hosts.coordinator()
+        await ray.call(actor, "where")
+        process = actor.process
+        assert process is not None
+        hosts.cluster.slow_calls(30.0, hosts.kernel.now + 60.0)
+        early = [asyncio.ensure_future(ray.call(actor, "later", 40.0)) for _ in range(3 * limit)]
+        process.kill()
+        await asyncio.sleep(61.0)
+        late = [asyncio.ensure_future(ray.call(actor, "later", 1.0)) for _ in range(3 * limit)]
+        async with asyncio.timeout(400.0):
+            await asyncio.gather(*early, *late)
 
     hosts.run(work)
