@@ -12,10 +12,18 @@ import torch.distributed as dist
 from swell.worker.comm.gloo_transport import connect_gloo
 from swell.worker.comm.group_secret import GroupSecret
 from swell.worker.comm.nccl_transport import connect_nccl
+from swell.worker.comm.shared_memory_transport import connect_shared_memory
 from swell.worker.comm.transport import POLL_S, Formation, PeersAbsent, Transport
 
+
+def connect_cpus(formation: Formation) -> Transport:
+    """Connects the ranks of a group through shared memory where that is possible."""
+    transport = None if formation.has_messages else connect_shared_memory(formation)
+    return transport or connect_gloo(formation)
+
+
 TRANSPORTS: dict[str, Callable[[Formation], Transport]] = {
-    "cpu": connect_gloo,
+    "cpu": connect_cpus,
     "cuda": connect_nccl,
 }
 """Device type -> the function that connects the ranks of a group."""
@@ -30,11 +38,12 @@ def connect(
     aborted: threading.Event,
     secret: GroupSecret,
     host: str = "127.0.0.1",
+    has_messages: bool = True,
 ) -> Transport:
     """Finds the other ranks through `store` and connects to them, if they know the secret.
 
     `host`: the address of this machine at which the other ranks reach it. The address to which the
-    machine's own host name resolves does not matter.
+    machine's own host name resolves does not matter. `has_messages`: see `Formation`.
 
     Raises `PeersAbsent` if peers do not publish their addresses in time, or have not when `aborted`
     is set, or if their hosts do not answer; `ForeignAddress` and `ForeignMember` if an untrusted
@@ -43,9 +52,9 @@ def connect(
     device = torch.device(device)
     keys = dist.PrefixStore(secret.prefix, store)
 
-    def exchange_addresses(address: str) -> list[str]:
-        keys.set(f"address{rank}", secret.sign(rank, address))
-        names = [f"address{peer}" for peer in range(size)]
+    def exchange(topic: str, text: str) -> list[str]:
+        keys.set(f"{topic}{rank}", secret.sign(rank, topic, text))
+        names = [f"{topic}{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
         while not keys.check(names):
             is_aborted = aborted.wait(POLL_S)
@@ -53,14 +62,17 @@ def connect(
                 absent = [peer for peer in range(size) if not keys.check(names[peer : peer + 1])]
                 when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
                 raise PeersAbsent(f"ranks {absent} of {size} did not connect {when}", absent)
-        return [secret.open(peer, keys.get(name).decode()) for peer, name in enumerate(names)]
+        return [
+            secret.open(peer, topic, keys.get(name).decode()) for peer, name in enumerate(names)
+        ]
 
     formation = Formation(
         store=keys,
         rank=rank,
         size=size,
         timeout_s=timeout_s,
-        exchange=exchange_addresses,
+        exchange=exchange,
+        has_messages=has_messages,
         secret=secret,
         host=host,
         device=device,

@@ -1,4 +1,5 @@
-"""The transport between CPUs: gloo. It cannot abort by itself (see `gloo_sockets.py`)."""
+"""The transport between CPUs of several machines: gloo. It cannot abort by itself (see
+`gloo_sockets.py`)."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def connect_gloo(formation: Formation) -> Transport:
     rank, size, timeout_s = formation.rank, formation.size, formation.timeout_s
     device, own_address = listening_device(formation.host)
     members = []
-    for address in formation.exchange("{} {}".format(*own_address)):
+    for address in formation.exchange("address", "{} {}".format(*own_address)):
         peer_host, _, peer_port = address.rpartition(" ")
         members.append((peer_host, int(peer_port)))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stub

@@ -37,20 +37,20 @@ class GroupSecret:
         """The prefix of the group's keys."""
         return self._derive("prefix").hex()
 
-    def sign(self, rank: int, address: str) -> str:
-        """Returns the address with its signature."""
-        return f"{address} {self._derive('address', str(rank), address).hex()}"
+    def sign(self, rank: int, topic: str, text: str) -> str:
+        """Returns what a rank says about a topic, with its signature."""
+        return f"{text} {self._derive(topic, str(rank), text).hex()}"
 
-    def open(self, rank: int, signed: str) -> str:
-        """Returns the address without its signature. Raises `ForeignAddress` if the signature is
+    def open(self, rank: int, topic: str, signed: str) -> str:
+        """Returns the text without its signature. Raises `ForeignAddress` if the signature is
         wrong."""
-        address = signed.rpartition(" ")[0]
-        if not hmac.compare_digest(self.sign(rank, address).encode(), signed.encode()):
+        text = signed.rpartition(" ")[0]
+        if not hmac.compare_digest(self.sign(rank, topic, text).encode(), signed.encode()):
             raise ForeignAddress(
-                f"the address of rank {rank} was not written by a member of this group: a "
+                f"the {topic} of rank {rank} was not written by a member of this group: a "
                 "untrusted peer reaches the store, see docs/operate/security.md"
             )
-        return address
+        return text
 
     def token(self, rank: int) -> SecretBytes:
         """[TOKEN_BYTES] proves that the sender is a member with this rank."""

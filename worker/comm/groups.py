@@ -174,13 +174,15 @@ class _Sending(Handle):
 class ProcessGroup(Group):
     """A group over a transport; `reopen` sets the transport and `close` removes it."""
 
-    def __init__(self, name: str, rank: int, size: int, exact: bool = False) -> None:
+    def __init__(
+        self, name: str, rank: int, size: int, exact: bool = False, has_messages: bool = True
+    ) -> None:
         """`name`: used in messages and in the store's keys; `exact`: whether `all_reduce_in_order`
-        adds in rank order on every device."""
+        adds in rank order on every device; `has_messages`: whether members may `send`."""
         self.name = name
         self.rank = rank
         self.size = size
-        self.exact = exact
+        self.exact, self.has_messages = exact, has_messages
         self._transport: Transport | None = None
         self._dry_run = False
 
@@ -206,6 +208,8 @@ class ProcessGroup(Group):
     def all_reduce_in_order(self, t: torch.Tensor) -> torch.Tensor:
         elements, is_in_order = t.numel(), self.exact or t.device.type == "cpu"
         if self.size < 3 or not is_in_order or not elements or self._dry_run:
+            return self.all_reduce(t)
+        if self._transport is not None and self._transport.sums_in_order:
             return self.all_reduce(t)
         # Each rank sums one part of the elements: [ranks, elements / ranks] is sent and received.
         sent = t.new_zeros(self.size, -(-elements // self.size))
@@ -252,6 +256,7 @@ class ProcessGroup(Group):
         return t
 
     def send(self, t: torch.Tensor, dst: int) -> Handle:
+        assert self.has_messages, self.name
         t = t.contiguous()
         return _Sending(self, self._start("send", [t], dst, 0), t)
 
@@ -328,6 +333,8 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-def make_group(name: str, rank: int, size: int, exact: bool = False) -> Group:
+def make_group(
+    name: str, rank: int, size: int, exact: bool = False, has_messages: bool = True
+) -> Group:
     """Returns a group that is not formed yet, or a `SoloGroup`, which does not need forming."""
-    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size, exact)
+    return SoloGroup() if size == 1 else ProcessGroup(name, rank, size, exact, has_messages)

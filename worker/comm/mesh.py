@@ -134,7 +134,9 @@ class Mesh:
         """
         assert 0 <= rank < parallel.world, f"rank {rank} of a world of {parallel.world}"
         stage, tensor_rank = divmod(rank, parallel.tensor)
-        tensor = make_group(f"tensor{stage}", tensor_rank, parallel.tensor, exact)
+        tensor = make_group(
+            f"tensor{stage}", tensor_rank, parallel.tensor, exact, has_messages=False
+        )
         pipeline = make_group(f"pipeline{tensor_rank}", stage, parallel.pipeline)
         feedback = make_group(f"feedback{tensor_rank}", stage, parallel.pipeline)
         mesh = cls(
@@ -280,7 +282,9 @@ class Mesh:
     ) -> None:
         rank, size, aborted = group.rank, group.size, self._aborted
         try:
-            transport = connect(device, store, rank, size, timeout_s, aborted, secret, self.host)
+            transport = connect(
+                device, store, rank, size, timeout_s, aborted, secret, self.host, group.has_messages
+            )
         except (RuntimeError, OSError) as error:
             text = f"group {group.name!r} could not be formed at {self.host}: {first_line(error)}"
             absent = error.ranks if engine_ranks and isinstance(error, PeersAbsent) else []

@@ -150,7 +150,7 @@ class NcclTransport(Transport):
 
 def connect_nccl(formation: Formation) -> Transport:
     """Connects the ranks of a group. Raises `PeersAbsent`, `ForeignMember` and `RuntimeError`."""
-    formation.exchange(formation.host)
+    formation.exchange("address", formation.host)
     os.environ.update(ENVIRONMENT)
     options = dist.ProcessGroupNCCL.Options()
     options.config.blocking = 0

@@ -1,7 +1,8 @@
 """The transport of a group: a torch backend, and how to abort and leave it.
 
-Another thread can abort a transport while an operation blocks in it. `gloo_transport.py` has the
-transport between CPUs, `nccl_transport.py` the one between GPUs, and `connect.py` chooses.
+Another thread can abort a transport while an operation blocks in it. Between CPUs there are
+`gloo_transport.py` and, on one machine, `shared_memory_transport.py`; between GPUs there is
+`nccl_transport.py`. `connect.py` chooses.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class Formation:
     size: int
     timeout_s: float
     """How long an operation may wait for a peer, in seconds."""
-    exchange: Callable[[str], list[str]]
-    """Publishes this rank's address and returns those of all ranks."""
+    exchange: Callable[[str, str], list[str]]
+    """Publishes this rank's text about a topic and returns those of all ranks."""
+    has_messages: bool
+    """Whether ranks send messages to single ranks; otherwise all operations are collective."""
     secret: GroupSecret
     host: str
     """The address of this machine at which the other ranks reach it."""
@@ -65,6 +68,9 @@ class Formation:
 
 class Transport(ABC):
     """A torch backend, and how to abort and leave it."""
+
+    sums_in_order = False
+    """Whether `allreduce` adds the terms of each element in rank order, in float32."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend

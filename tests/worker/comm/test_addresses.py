@@ -36,7 +36,7 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
 def hosts(store: dist.Store, secret: GroupSecret) -> list[str]:
     """Returns the published addresses of the two ranks of a group."""
     published = [store.get(f"{secret.prefix}/address{rank}").decode() for rank in range(2)]
-    return [secret.open(rank, text).split()[0] for rank, text in enumerate(published)]
+    return [secret.open(rank, "address", text).split()[0] for rank, text in enumerate(published)]
 
 
 def test_peers_connect_to_each_others_configured_address(store) -> None:
@@ -81,7 +81,7 @@ def test_absent_peers_are_named_by_engine_and_not_by_rank(store) -> None:
     keys = client(store)
     group = mesh.expert = make_group("expert0", 1, 6)
     for rank in (0, 2, 3):
-        signed = SECRET.sign(rank, "127.0.0.1 1")
+        signed = SECRET.sign(rank, "address", "127.0.0.1 1")
         dist.PrefixStore(SECRET.prefix, store).set(f"address{rank}", signed)
     with pytest.raises(GroupError) as raised:
         mesh._open(group, "cpu", 2, keys, 0.1, SECRET)

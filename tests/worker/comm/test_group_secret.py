@@ -25,7 +25,7 @@ OURS, THEIRS = GroupSecret(b"ours", "group"), GroupSecret(b"theirs", "group")
 def test_prefixes_signatures_and_tokens_differ_by_secret_group_and_rank() -> None:
     groups = [GroupSecret(key, name) for key in (b"a", b"b") for name in ("x", "y")]
     assert len({group.prefix for group in groups}) == 4
-    signed = {group.sign(rank, "h 1") for group in groups for rank in (0, 1)}
+    signed = {group.sign(rank, "address", "h 1") for group in groups for rank in (0, 1)}
     tokens = {group.token(rank) for group in groups for rank in (0, 1)}
     assert len(signed) == len(tokens) == 8
     assert {len(token) for token in tokens} == {TOKEN_BYTES}
@@ -34,19 +34,20 @@ def test_prefixes_signatures_and_tokens_differ_by_secret_group_and_rank() -> Non
 @pytest.mark.parametrize(
     "signed",
     [
-        THEIRS.sign(1, "10.0.0.1 7"),
-        OURS.sign(0, "10.0.0.1 7"),
-        OURS.sign(1, "10.0.0.1 7").replace(" 7", " 8"),
-        GroupSecret(b"ours", "another").sign(1, "10.0.0.1 7"),
+        THEIRS.sign(1, "address", "10.0.0.1 7"),
+        OURS.sign(0, "address", "10.0.0.1 7"),
+        OURS.sign(1, "address", "10.0.0.1 7").replace(" 7", " 8"),
+        OURS.sign(1, "opened", "10.0.0.1 7"),
+        GroupSecret(b"ours", "another").sign(1, "address", "10.0.0.1 7"),
         "10.0.0.1 7",
         "",
         "10.0.0.1 7 \N{SNOWMAN}",
     ],
 )
 def test_an_address_signed_by_another_group_is_refused(signed: str) -> None:
-    assert OURS.open(1, OURS.sign(1, "10.0.0.1 7")) == "10.0.0.1 7"
+    assert OURS.open(1, "address", OURS.sign(1, "address", "10.0.0.1 7")) == "10.0.0.1 7"
     with pytest.raises(ForeignAddress, match=r"rank 1 .* docs/operate/security\.md"):
-        OURS.open(1, signed)
+        OURS.open(1, "address", signed)
 
 
 def test_ranks_with_different_secrets_do_not_find_each_other() -> None:
@@ -65,7 +66,7 @@ def test_an_untrusted_peer_that_writes_into_the_store_is_noticed() -> None:
     """An untrusted peer that writes into the store is noticed. Anyone who can reach the store can
     list its keys, and so learn the prefix."""
     store = dist.HashStore()  # type: ignore[attr-defined]
-    store.set(f"{OURS.prefix}/address1", THEIRS.sign(1, "127.0.0.1 9"))
+    store.set(f"{OURS.prefix}/address1", THEIRS.sign(1, "address", "127.0.0.1 9"))
     with pytest.raises(ForeignAddress, match="rank 1"):
         connect("cpu", store, 0, 2, 5.0, threading.Event(), OURS)
 
@@ -93,7 +94,7 @@ def test_a_failed_proof_is_a_failure_of_the_group() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     plan = GroupPlan(1, epoch=7, engines=2, index=0, expert_secret=b"ours")
     own = GroupSecret(b"ours", "epoch7/data0.0")
-    store.set(f"{own.prefix}/address1", THEIRS.sign(1, "127.0.0.1 9"))
+    store.set(f"{own.prefix}/address1", THEIRS.sign(1, "address", "127.0.0.1 9"))
     mesh = Mesh.build(PAIR, 0)
     mesh.begin(1)
     with pytest.raises(GroupError, match=r"could not be formed at .* was not written by a member"):

@@ -16,9 +16,13 @@ import torch.distributed as dist
 from swell.configs.schema import ParallelConfig
 from swell.worker.comm import gloo_transport
 from swell.worker.comm.mesh import Group, GroupError, Mesh, ProcessGroup, SoloGroup
+from swell.worker.comm.shared_memory_transport import SharedMemoryTransport
 from swell.worker.wire import GroupPlan
 
 pytestmark = pytest.mark.slow
+
+PAIRS = {"tensor": ParallelConfig(tensor=2), "pipeline": ParallelConfig(pipeline=2)}
+"""Axis -> two workers along it. Those of the tensor axis use shared memory, the others gloo."""
 
 
 def in_threads(world: int, work: Callable[[int], Any]) -> list[Any]:
@@ -68,12 +72,15 @@ def test_grid_of_ranks() -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32]
 )
-def test_operations(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_operations(dtype: torch.dtype, axis: str) -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=30)
-        group = mesh.tensor
+        mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=30)
+        group: Any = getattr(mesh, axis)
+        uses_memory = isinstance(group._transport, SharedMemoryTransport)
+        assert uses_memory == (axis == "tensor")
         t = torch.full((2, 3), rank + 1).to(dtype)
         assert group.all_reduce(t) is t
         assert t.tolist() == [[3] * 3] * 2
@@ -86,6 +93,9 @@ def test_operations(dtype: torch.dtype) -> None:
         scattered = group.reduce_scatter((torch.arange(8).view(4, 2) + rank).to(dtype))
         assert scattered.tolist() == [[[1, 3], [5, 7]], [[9, 11], [13, 15]]][rank]
         assert group.broadcast(torch.full((2,), rank).to(dtype), 1).tolist() == [1, 1]
+        if axis == "tensor":
+            mesh.close()
+            return
         if rank == 0:
             handles = [group.send(torch.full((2,), i).to(dtype), 1) for i in range(3)]
             for handle in handles:
@@ -222,31 +232,38 @@ def test_a_slow_peer_is_waited_for(slow: int) -> None:
     assert in_threads(2, work) == [[2, 2], [1, 2]]
 
 
-BLOCKING: dict[str, Callable[[Group], Any]] = {
+COLLECTIVE: dict[str, Callable[[Group], Any]] = {
     "allreduce": lambda group: group.all_reduce(torch.ones(3)),
     "allgather": lambda group: group.all_gather(torch.ones(3), 0),
     "reduce_scatter": lambda group: group.reduce_scatter(torch.ones(4)),
+}
+BLOCKING: dict[str, Callable[[Group], Any]] = {
+    **COLLECTIVE,
     "recv": lambda group: group.recv(torch.ones(3), 1),
     "send": lambda group: group.send(torch.ones(3), 1).wait(),
 }
 
 
-@pytest.mark.parametrize("operation", BLOCKING)
-def test_another_thread_aborts_a_blocked_operation(operation: str) -> None:
+@pytest.mark.parametrize(
+    ("axis", "operation"),
+    [*(("tensor", name) for name in COLLECTIVE), *(("pipeline", name) for name in BLOCKING)],
+)
+def test_another_thread_aborts_a_blocked_operation(axis: str, operation: str) -> None:
     """Another thread can abort a blocked operation, while the peer is alive but does not join."""
     store, alone = dist.HashStore(), threading.Event()
     meshes: list[Any] = [None, None]
 
     def work(rank: int) -> None:
-        mesh = meshes[rank] = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=60)
-        mesh.tensor.all_reduce(torch.ones(1))
+        mesh = meshes[rank] = Mesh.build(PAIRS[axis], rank, store, timeout_s=60)
+        group: Any = getattr(mesh, axis)
+        group.all_reduce(torch.ones(1))
         if rank == 1:
             alone.wait(30)
             return
         threading.Timer(0.1, mesh.abort).start()
         before = time.monotonic()
-        with pytest.raises(GroupError, match=r"'tensor0'"):
-            BLOCKING[operation](mesh.tensor)
+        with pytest.raises(GroupError, match=rf"'{axis}0'"):
+            BLOCKING[operation](group)
         assert time.monotonic() - before < 30
         with pytest.raises(GroupError, match="aborted"):
             mesh.check()
@@ -257,11 +274,11 @@ def test_another_thread_aborts_a_blocked_operation(operation: str) -> None:
     def again(rank: int) -> float:
         meshes[rank].begin(1)
         meshes[rank].regroup(GroupPlan(1), store, None, 30)
-        return float(meshes[rank].tensor.all_reduce(torch.ones(1)))
+        return float(getattr(meshes[rank], axis).all_reduce(torch.ones(1)))
 
-    tensors = [mesh.tensor for mesh in meshes]
+    groups = [getattr(mesh, axis) for mesh in meshes]
     assert in_threads(2, again) == [2, 2]
-    assert [mesh.tensor for mesh in meshes] == tensors, "layers keep the group"
+    assert [getattr(mesh, axis) for mesh in meshes] == groups, "layers keep the group"
     for mesh in meshes:
         mesh.close()
 
@@ -318,7 +335,8 @@ def test_groups_between_engines() -> None:
     assert in_threads(8, work) == want * 2
 
 
-def test_closing_frees_sockets_and_threads() -> None:
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_closing_frees_files_and_threads(axis: str) -> None:
     def count() -> tuple[int, int]:
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
@@ -326,8 +344,8 @@ def test_closing_frees_sockets_and_threads() -> None:
         store = dist.HashStore()
 
         def work(rank: int) -> None:
-            mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=30)
-            mesh.tensor.all_reduce(torch.ones(1))
+            mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=30)
+            getattr(mesh, axis).all_reduce(torch.ones(1))
             mesh.close()
             mesh.close()
 

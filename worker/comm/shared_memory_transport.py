@@ -1,0 +1,156 @@
+"""The transport between processes of one machine, on CPUs: shared memory.
+
+Without a network, a step of tensor parallel workers spends little time in its sums: there are two
+in each layer. Messages from one rank to another are left to gloo.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from swell.kernels.backends import BackendUnavailable
+from swell.worker.comm.transport import Formation, Transport, check_members
+
+if TYPE_CHECKING:
+    from swell.kernels.cpu.exchange import Exchange
+
+
+class _Backend:
+    """The collective operations of a torch backend. An operation has finished, or has failed, when
+    it returns."""
+
+    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+        self._exchange, self._rank, self._size = exchange, rank, size
+
+    def allreduce(self, tensors: list[Tensor], _options: Any = None) -> None:
+        (t,) = tensors
+        if self._exchange.all_reduce(t):
+            return
+        parts = self._gather(t)
+        total = parts[0].float() if t.is_floating_point() else parts[0]
+        for part in parts[1:]:
+            total += part
+        t.copy_(total)
+
+    def _allgather_base(self, out: Tensor, t: Tensor, _options: Any = None) -> None:
+        self._exchange.all_gather(t, out, rows=1)
+
+    def _reduce_scatter_base(self, out: Tensor, t: Tensor, _options: Any = None) -> None:
+        total = t.clone()
+        self.allreduce([total])
+        out.copy_(total[self._rank * len(out) : (self._rank + 1) * len(out)])
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> None:
+        (t,) = tensors
+        t.copy_(self._gather(t)[options.rootRank])
+
+    def _gather(self, t: Tensor) -> Tensor:
+        """Returns the tensors of all ranks, [size, ...]."""
+        parts = t.new_empty(self._size, *t.shape)
+        self._exchange.all_gather(t, parts, rows=1)
+        return parts
+
+
+class SharedMemoryTransport(Transport):
+    """The transport between processes of one machine. An operation fails if a rank aborts or leaves
+    the group, if the process of a rank has ended, or after the time limit."""
+
+    sums_in_order = True
+
+    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
+        super().__init__(_Backend(exchange, rank, size))
+        self._exchange = exchange
+
+    def wait(self, work: Any) -> None:
+        if self._exchange.failure:
+            self.aborted, self.reason = True, self._exchange.failure
+            raise RuntimeError(self.reason)
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._exchange.abort()
+
+    def close(self) -> None:
+        self.abort()
+
+
+def connect_shared_memory(formation: Formation) -> Transport | None:
+    """Connects the ranks of a group. Returns None at every rank if they are not on one machine, or
+    if one of them cannot use shared memory. Raises `PeersAbsent` and `ForeignMember`."""
+    rank, size = formation.rank, formation.size
+    with _offered(size) as own:
+        texts = formation.exchange("place", "" if own is None else " ".join(map(str, own)))
+        places = [_Place.parse(text) for text in texts if text]
+        if len(places) < size or len({place.machine for place in places}) > 1:
+            return None
+        region = _mapped(places[0], size)
+        opened = formation.exchange("opened", "no" if region is None else "yes")
+    if region is None or "no" in opened:
+        return None
+    from swell.kernels.cpu.exchange import Exchange
+
+    exchange = Exchange(region, rank, [place.pid for place in places], formation.timeout_s)
+    transport = SharedMemoryTransport(exchange, rank, size)
+    check_members(transport, formation)
+    return transport
+
+
+class _Place(NamedTuple):
+    """Where a rank runs."""
+
+    machine: str
+    pid: int
+    descriptor: int
+    """Its file for the shared memory; that of rank 0 is used."""
+
+    @classmethod
+    def parse(cls, text: str) -> _Place:
+        machine, pid, descriptor = text.split()
+        return cls(machine, int(pid), int(descriptor))
+
+
+def _machine() -> str:
+    """Returns a name that is equal for processes that can open each other's files."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.readlink('/proc/self/ns/pid')}/{os.geteuid()}"
+
+
+@contextmanager
+def _offered(size: int) -> Iterator[_Place | None]:
+    """Yields the place of this rank, whose file is open in this context; None if it cannot use
+    shared memory."""
+    try:
+        from swell.kernels.cpu.exchange import region_bytes
+
+        machine = _machine()
+        descriptor = os.memfd_create("swell-exchange", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (BackendUnavailable, OSError):
+        yield None
+        return
+    try:
+        os.ftruncate(descriptor, region_bytes(size))
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        yield _Place(machine, os.getpid(), descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(place: _Place, size: int) -> mmap.mmap | None:
+    """Maps rank 0's file; None if this is not possible."""
+    from swell.kernels.cpu.exchange import region_bytes
+
+    with suppress(OSError, ValueError):
+        descriptor = os.open(f"/proc/{place.pid}/fd/{place.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return mmap.mmap(descriptor, region_bytes(size))
+        finally:
+            os.close(descriptor)
+    return None
