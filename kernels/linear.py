@@ -127,3 +127,22 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
     Backends: reference, cpu, triton.
     """
     return backends.get("linear", ids.device.type).embedding(ids, weight)
+
+
+def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
+    """Looks up ids [T] int64 in a matrix whose rows from `start` on are weight [N, hidden] -> new
+    [T, hidden]; ids of other rows give zeros.
+
+    Backends: reference, cpu, triton.
+    """
+    return backends.get("linear", ids.device.type).embedding_part(ids, weight, start)
+
+
+def pick_largest(values: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """Merges results of `linear_argmax` for parts of a weight, of `part` outputs each: values
+    [S, parts] float32, indices [S, parts] int64 within the parts -> the largest values, [S], and
+    their indices in the whole, [S]. The first of equal values is selected, and NaN is the largest.
+
+    Backends: reference, cpu, triton.
+    """
+    return backends.get("linear", values.device.type).pick_largest(values, indices, part)

@@ -85,7 +85,7 @@ class Exchange:
 
     def all_reduce(self, x: Tensor) -> bool:
         """Sums x [..., size] over the ranks, in place and in float32, in rank order. Returns False
-        for a type of which it cannot compute sums."""
+        for a type that it cannot sum."""
         if x.dtype not in TYPES:
             return False
         size = x.shape[-1] if x.dim() else 1

@@ -95,3 +95,49 @@ SWELL_API void swell_embedding(const EmbeddingArgs* a) {
   };
   a->is_bf16 ? run(bf16{}) : run(float{});
 }
+
+struct LocalIdsArgs {
+  const int64_t* ids;
+  int64_t *local, tokens, start, count;
+};
+
+// Ids within a part of `count` rows; 0 for an id of another part.
+SWELL_API void swell_local_ids(const LocalIdsArgs* a) {
+  for (int64_t t = 0; t < a->tokens; t++) {
+    const int64_t id = a->ids[t] - a->start;
+    a->local[t] = id >= 0 && id < a->count ? id : 0;
+  }
+}
+
+struct ZeroRowsArgs {
+  const int64_t* ids;
+  void* y;  // [tokens, row_bytes]
+  int64_t tokens, start, count, row_bytes;
+};
+
+// Clears the rows whose ids are of another part.
+SWELL_API void swell_zero_rows(const ZeroRowsArgs* a) {
+  for (int64_t t = 0; t < a->tokens; t++) {
+    const int64_t id = a->ids[t] - a->start;
+    if (id < 0 || id >= a->count)
+      std::memset(static_cast<uint8_t*>(a->y) + t * a->row_bytes, 0, a->row_bytes);
+  }
+}
+
+struct PickLargestArgs {
+  const float* values;     // [rows, parts]
+  const int64_t* indices;  // [rows, parts], within the parts
+  float* largest;
+  int64_t *which, rows, parts, part;
+};
+
+SWELL_API void swell_pick_largest(const PickLargestArgs* a) {
+  for (int64_t r = 0; r < a->rows; r++) {
+    const float* values = a->values + r * a->parts;
+    int64_t best = 0;
+    for (int64_t p = 1; p < a->parts; p++)
+      if (values[p] > values[best] || (values[p] != values[p] && values[best] == values[best])) best = p;
+    a->largest[r] = values[best];
+    a->which[r] = a->indices[r * a->parts + best] + best * a->part;
+  }
+}

@@ -33,6 +33,24 @@ _embedding = Function(
     **dict.fromkeys(("ids", "w", "y"), POINTER),
     **dict.fromkeys(("tokens", "size", "panel", "is_bf16"), INT),
 )
+_local_ids = Function(
+    "swell_local_ids",
+    "tokens",
+    **dict.fromkeys(("ids", "local"), POINTER),
+    **dict.fromkeys(("tokens", "start", "count"), INT),
+)
+_zero_rows = Function(
+    "swell_zero_rows",
+    "tokens",
+    **dict.fromkeys(("ids", "y"), POINTER),
+    **dict.fromkeys(("tokens", "start", "count", "row_bytes"), INT),
+)
+_pick_largest = Function(
+    "swell_pick_largest",
+    "rows",
+    **dict.fromkeys(("values", "indices", "largest", "which"), POINTER),
+    **dict.fromkeys(("rows", "parts", "part"), INT),
+)
 _QUANTIZED = {
     **dict.fromkeys(("x", "w", "bias", "y", "which"), POINTER),
     **dict.fromkeys(("rows", "size", "outs", "x_stride", "is_bf16"), INT),
@@ -155,6 +173,32 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
     else:
         _embedding(*pointers, out.data_ptr(), ids.numel(), size, panel, is_bf16, used=used)
     return out
+
+
+def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
+    """See `swell.kernels.linear.embedding_part`."""
+    count = len(weight) if isinstance(weight, Tensor) else weight.out_features
+    if ids.dtype != torch.int64 or not ids.is_contiguous():
+        ids = ids.to(torch.int64).contiguous()
+    local = torch.empty_like(ids)
+    place = ids.numel(), start, count
+    _local_ids(ids.data_ptr(), local.data_ptr(), *place, used=(ids, local))
+    found = embedding(local, weight)
+    row_bytes = found.shape[-1] * found.itemsize
+    _zero_rows(ids.data_ptr(), found.data_ptr(), *place, row_bytes, used=(ids, found))
+    return found
+
+
+def pick_largest(values: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.linear.pick_largest`."""
+    rows, parts = values.shape
+    values, indices = values.contiguous(), indices.contiguous()
+    largest, which = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
+    _pick_largest(
+        values.data_ptr(), indices.data_ptr(), largest.data_ptr(), which.data_ptr(),
+        rows, parts, part, used=(values, indices, largest, which),
+    )  # fmt: skip
+    return largest, which
 
 
 def _form(weight: PackedQuantizedTensor) -> tuple[int, ...]:

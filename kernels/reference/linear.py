@@ -45,6 +45,21 @@ def embedding(ids: Tensor, weight: Tensor | PackedQuantizedTensor) -> Tensor:
     return F.embedding(ids, _plain(weight))
 
 
+def embedding_part(ids: Tensor, weight: Tensor | PackedQuantizedTensor, start: int) -> Tensor:
+    """See `swell.kernels.linear.embedding_part`."""
+    plain = _plain(weight)
+    local = ids - start
+    elsewhere = (local < 0) | (local >= len(plain))
+    found = F.embedding(local.masked_fill(elsewhere, 0), plain)
+    return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
+
+
+def pick_largest(values: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Tensor]:
+    """See `swell.kernels.linear.pick_largest`."""
+    largest_values, parts = values.max(1, keepdim=True)  # `max` treats NaN as the largest value
+    return largest_values[:, 0], (indices.gather(1, parts) + parts * part)[:, 0]
+
+
 def _plain(weight: Tensor | PackedQuantizedTensor) -> Tensor:
     if isinstance(weight, PackedQuantizedTensor):
         return weight.unpack().dequantize(weight.dtype)

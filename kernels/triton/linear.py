@@ -95,6 +95,14 @@ def embedding(ids: Tensor, weight: FloatWeight) -> Tensor:
     return reference.embedding(ids, plain(weight))
 
 
+def embedding_part(ids: Tensor, weight: FloatWeight, start: int) -> Tensor:
+    """See `swell.kernels.linear.embedding_part`."""
+    return reference.embedding_part(ids, plain(weight), start)
+
+
+pick_largest = reference.pick_largest
+
+
 def plain(weight: FloatWeight) -> Tensor:
     """Returns a weight [out, in] without a copy."""
     return weight.data.squeeze(2) if isinstance(weight, PackedTensor) else weight

@@ -165,3 +165,33 @@ def test_a_panel_is_two_vectors(name):
     wide = " avx512f " in Path("/proc/cpuinfo").read_text()
     expected = os.environ.get("SWELL_TEST_PANEL", "32" if wide else "16")
     assert int(expected) == backend(name).PANEL
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_parts_of_an_embedding_add_up_to_the_whole(name, dtype, packed):
+    torch.manual_seed(0)
+    module, whole, part = backend(name), torch.randn(50, 33).to(dtype), 17
+    ids = torch.tensor([0, 16, 17, 49, 3, 33, 34])
+    total = torch.zeros(len(ids), 33, dtype=dtype)
+    for start in range(0, 50, part):
+        weight = whole[start : start + part]
+        own = module.embedding_part(ids, module.pack(weight) if packed else weight, start)
+        elsewhere = (ids < start) | (ids >= start + part)
+        assert not own[elsewhere].any()
+        total += own
+    assert torch.equal(total, whole[ids])
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+def test_the_largest_of_several_parts(name):
+    """The first of equal values is selected, and NaN is the largest."""
+    nan, low = float("nan"), float("-inf")
+    values = torch.tensor([[1, 3, 2], [5, 5, 5], [0, nan, 9], [low, low, -1], [nan, 1, 2.0]])
+    indices = torch.tensor([[4, 3, 0], [7, 1, 2], [0, 6, 0], [0, 0, 8], [3, 0, 0]])
+    largest, which = backend(name).pick_largest(values, indices, 10)
+    assert torch.equal(largest.nan_to_num(99), torch.tensor([3, 5, 99, -1, 99.0]))
+    assert which.tolist() == [13, 7, 16, 28, 3]
+    strided = backend(name).pick_largest(values.T.contiguous().T, indices, 10)
+    assert torch.equal(strided[1], which)

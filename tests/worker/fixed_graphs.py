@@ -19,6 +19,7 @@ from swell.kernels import graph
 from swell.kernels.graph import NotCapturableError, Traits
 from swell.kernels.host.host_reads import RefuseHostReads
 from swell.worker import runner
+from swell.worker.comm import connect
 from swell.worker.comm.groups import ProcessGroup
 from swell.worker.comm.transport import Transport
 from swell.worker.step import forward
@@ -122,6 +123,7 @@ class LateOutput(runner.ReadyOutput):
 def fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
     """Lets all workers use these graphs."""
     made = FixedGraphs()
+    monkeypatch.setattr(connect, "connect_shared_memory", lambda formation: None)
     monkeypatch.setattr(graph, "_backend", lambda device: made)
     monkeypatch.setattr(graph, "can_capture", lambda device: True)
     monkeypatch.setattr(forward, "can_capture", lambda device: True)

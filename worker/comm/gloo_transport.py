@@ -113,17 +113,17 @@ class GlooTransport(Transport):
 
     def close(self) -> None:
         if self._stuck:  # stopping the thread or backend would wait for the operation
-            self.aborted = True
+            self._aborted = True
             if self._waiter is not None:
                 self._waiter.leave()
             return
         if self._waiter is not None:
             self._waiter.close()
-        self.aborted = True
+        self._aborted = True
         self.backend.abort()
 
     def abort(self) -> None:
-        self.aborted = True
+        self._aborted = True
         shut_down_connections(self._members)
 
 

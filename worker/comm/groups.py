@@ -48,6 +48,11 @@ class Group(ABC):
     rank: int
     size: int
 
+    @property
+    @abstractmethod
+    def uses_kernels(self) -> bool:
+        """Whether operations are kernels of the CPU backend, whose captures contain them."""
+
     @abstractmethod
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
         """Sums `t` over the ranks, in place; returns `t`."""
@@ -120,6 +125,7 @@ class SoloGroup(Group):
 
     rank = 0
     size = 1
+    uses_kernels = True  # collectives compute nothing
 
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
         return t
@@ -209,7 +215,7 @@ class ProcessGroup(Group):
         elements, is_in_order = t.numel(), self.exact or t.device.type == "cpu"
         if self.size < 3 or not is_in_order or not elements or self._dry_run:
             return self.all_reduce(t)
-        if self._transport is not None and self._transport.sums_in_order:
+        if self.uses_kernels:
             return self.all_reduce(t)
         # Each rank sums one part of the elements: [ranks, elements / ranks] is sent and received.
         sent = t.new_zeros(self.size, -(-elements // self.size))
@@ -232,6 +238,10 @@ class ProcessGroup(Group):
         shape[dim] *= self.size
         if not t.numel():
             return t.new_empty(shape)
+        if self.uses_kernels and 0 < dim == t.dim() - 1:
+            rows = torch.empty(shape, dtype=t.dtype)  # unlike `new_empty`, it can be captured
+            self._run("allgather_rows", rows.flatten(0, -2), t.flatten(0, -2))
+            return rows
         # [size * n, ...] for t [n, ...]: the result, if it is along dimension 0
         parts = t.new_empty(self.size * len(t), *t.shape[1:])
         self._run("_allgather_base", parts, t, _on_current_stream(AllgatherOptions()))
@@ -265,6 +275,10 @@ class ProcessGroup(Group):
             return t.copy_(self.recv(torch.empty_like(t).contiguous(), src))
         self._run("recv", [t], src, 0)
         return t
+
+    @property
+    def uses_kernels(self) -> bool:
+        return self._transport is not None and self._transport.uses_kernels
 
     def check(self) -> None:
         transport = self._transport

@@ -107,7 +107,7 @@ class NcclTransport(Transport):
     def poll(self) -> bool:
         if self.aborted or (error := self.backend.get_error()) == ErrorType.SUCCESS:
             return False
-        self.reason = f"NCCL reports {error.name}"
+        self._reason = f"NCCL reports {error.name}"
         return True
 
     def drain(self) -> None:
@@ -116,7 +116,7 @@ class NcclTransport(Transport):
     def abort(self) -> None:
         with self._lock:
             if self._abort is None:
-                self.aborted = True
+                self._aborted = True
                 self._abort = in_thread("nccl-abort", self.backend.abort)
 
     def finish_abort(self) -> None:

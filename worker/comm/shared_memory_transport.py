@@ -33,6 +33,7 @@ class _Backend:
     def allreduce(self, tensors: list[Tensor], _options: Any = None) -> None:
         (t,) = tensors
         if self._exchange.all_reduce(t):
+            self._check()
             return
         parts = self._gather(t)
         total = parts[0].float() if t.is_floating_point() else parts[0]
@@ -42,6 +43,12 @@ class _Backend:
 
     def _allgather_base(self, out: Tensor, t: Tensor, _options: Any = None) -> None:
         self._exchange.all_gather(t, out, rows=1)
+        self._check()
+
+    def allgather_rows(self, out: Tensor, t: Tensor) -> None:
+        """t [rows, n] -> out [rows, size * n], both contiguous"""
+        self._exchange.all_gather(t, out, rows=len(t))
+        self._check()
 
     def _reduce_scatter_base(self, out: Tensor, t: Tensor, _options: Any = None) -> None:
         total = t.clone()
@@ -55,27 +62,37 @@ class _Backend:
     def _gather(self, t: Tensor) -> Tensor:
         """Returns the tensors of all ranks, [size, ...]."""
         parts = t.new_empty(self._size, *t.shape)
-        self._exchange.all_gather(t, parts, rows=1)
+        self._allgather_base(parts, t)
         return parts
+
+    def _check(self) -> None:
+        if failure := self._exchange.failure:
+            raise RuntimeError(failure)
 
 
 class SharedMemoryTransport(Transport):
     """The transport between processes of one machine. An operation fails if a rank aborts or leaves
     the group, if the process of a rank has ended, or after the time limit."""
 
-    sums_in_order = True
+    uses_kernels = True
 
     def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
         super().__init__(_Backend(exchange, rank, size))
         self._exchange = exchange
 
+    @property
+    def aborted(self) -> bool:
+        return self._aborted or bool(self._exchange.failure)
+
+    @property
+    def reason(self) -> str:
+        return self._exchange.failure
+
     def wait(self, work: Any) -> None:
-        if self._exchange.failure:
-            self.aborted, self.reason = True, self._exchange.failure
-            raise RuntimeError(self.reason)
+        """Does nothing: the operation has finished."""
 
     def abort(self) -> None:
-        self.aborted = True
+        self._aborted = True
         self._exchange.abort()
 
     def close(self) -> None:
@@ -104,12 +121,12 @@ def connect_shared_memory(formation: Formation) -> Transport | None:
 
 
 class _Place(NamedTuple):
-    """Where a rank runs."""
+    """The process of a rank."""
 
     machine: str
     pid: int
     descriptor: int
-    """Its file for the shared memory; that of rank 0 is used."""
+    """The file that the process offers for the shared memory; rank 0's is used."""
 
     @classmethod
     def parse(cls, text: str) -> _Place:

@@ -69,14 +69,25 @@ class Formation:
 class Transport(ABC):
     """A torch backend, and how to abort and leave it."""
 
-    sums_in_order = False
-    """Whether `allreduce` adds the terms of each element in rank order, in float32."""
+    uses_kernels = False
+    """Whether operations are those of `swell.kernels.cpu.exchange`: `allreduce` adds the terms of
+    each element in rank order and in float32, the backend has `allgather_rows`, and captures
+    contain the operations."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend
-        self.aborted = False
-        self.reason = ""
+        self._aborted = False
+        self._reason = ""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether results are not valid any more."""
+        return self._aborted
+
+    @property
+    def reason(self) -> str:
         """The failure that the backend has reported, if any."""
+        return self._reason
 
     @abstractmethod
     def wait(self, work: Any) -> None:

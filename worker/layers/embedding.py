@@ -11,7 +11,13 @@ from collections.abc import Iterator
 
 import torch
 
-from swell.kernels.linear import embedding, linear, linear_argmax
+from swell.kernels.linear import (
+    embedding,
+    embedding_part,
+    linear,
+    linear_argmax,
+    pick_largest,
+)
 from swell.worker.comm.mesh import Group
 from swell.worker.layers.packed_weight import HEAD_BITS, PackedWeight, Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard, empty_parameter
@@ -48,10 +54,7 @@ class VocabParallelEmbedding(_VocabRows):
         """ids [T] int, each below `vocab` -> [T, hidden]"""
         if self.group.size == 1:
             return embedding(ids, self.weight)
-        local = ids - self.start
-        elsewhere = (local < 0) | (local >= self.rows)
-        found = embedding(local.masked_fill(elsewhere, 0), self.weight)
-        return self.group.all_reduce(found.masked_fill_(elsewhere.unsqueeze(-1), 0))
+        return self.group.all_reduce(embedding_part(ids, self.weight, self.start))
 
 
 class ParallelLMHead(_VocabRows):
@@ -90,11 +93,9 @@ class ParallelLMHead(_VocabRows):
         if self.tokens:
             values, which = linear_argmax(hidden, self.weight, self.tokens)
         else:
-            values = hidden.new_full((len(hidden),), -torch.inf)
-            which = torch.zeros_like(values)
-        # [1, S, 2]; both fit into a float64
-        pairs = torch.stack((values.double(), which.double() + self.start), -1).unsqueeze(0)
-        values, tokens = self.group.all_gather(pairs, 0).unbind(-1)
-        # `max` treats NaN as the largest value.
-        max_logits, ranks = values.max(0, keepdim=True)
-        return tokens.gather(0, ranks)[0].long(), max_logits[0].float()
+            values = torch.full((len(hidden),), -torch.inf, device=hidden.device)
+            which = torch.zeros_like(values, dtype=torch.int64)
+        values = self.group.all_gather(values.unsqueeze(1), 1)
+        which = self.group.all_gather(which.unsqueeze(1), 1)
+        max_logits, tokens = pick_largest(values, which, self.rows)
+        return tokens, max_logits

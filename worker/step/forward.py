@@ -185,7 +185,10 @@ class CapturedForward(Forward):
         if self._replayed is None:
             return super().hidden(batch, intermediate, head)
         self._mesh.check()  # a replay would not notice that its groups were aborted
-        return self._replayed.run(batch)
+        results = self._replayed.run(batch)
+        if not self._traits.is_asynchronous:
+            self._mesh.check()  # nor that an operation of its groups has failed
+        return results
 
     def take_layer_inputs(self) -> list[Tensor]:
         return self._replayed.layer_inputs if self._replayed else super().take_layer_inputs()
@@ -214,7 +217,8 @@ class CapturedForward(Forward):
                 self._captured[key] = _CapturedSteps(*args)
             except NotCapturableError:
                 self._mesh.check()  # the reason may be that the groups were aborted
-                if not (self._mesh.shares_experts or self._mesh.tensor.size > 1):
+                has_peers = self._mesh.shares_experts or self._mesh.tensor.size > 1
+                if not (has_peers and self._traits.has_fixed_sizes):
                     self._capturable = False
                     return None
                 self._captured[key] = _RepeatedSteps(*args)
@@ -234,6 +238,8 @@ class CapturedForward(Forward):
     def _fits(self, batch: InputBatch) -> bool:
         """Whether a capture computes the batch."""
         if not batch.is_capturable:
+            return False
+        if not (self._traits.accepts_torch or self._mesh.tensor.uses_kernels):
             return False
         if not self._traits.has_fixed_sizes:
             return batch.num_samples <= MAX_SAMPLES
@@ -363,12 +369,12 @@ def _sizes_of_capture(batch: InputBatch) -> Sizes:
 
 def make_forward(model: Model, states: RequestStates, mesh: Mesh, enforce_eager: bool) -> Forward:
     """Returns a captured forward pass, unless `enforce_eager`, if the backend can capture, and the
-    model has its own head; a model that pools needs the hidden states of all tokens. Operations of
-    groups can be captured only where captures accept those of torch."""
+    model has its own head; a model that pools needs the hidden states of all tokens. On a CPU, only
+    groups whose operations are kernels can be captured."""
     device = states.token_ids.device.type
     if enforce_eager or not isinstance(model, ComputesLogits) or not can_capture(device):
         return Forward(model, states)
-    alone = mesh.pipeline.size == mesh.tensor.size == 1 and not mesh.shares_experts
-    if not (alone or traits(device).accepts_torch):
+    is_one_stage = mesh.pipeline.size == 1 and not mesh.shares_experts
+    if not (is_one_stage or traits(device).accepts_torch):
         return Forward(model, states)
     return CapturedForward(model, states, mesh)

@@ -121,6 +121,31 @@ def test_a_step_whose_groups_were_aborted_is_reported_as_broken(core, monkeypatc
     core.check_idle()
 
 
+def test_a_step_is_broken_if_a_peer_is_lost_in_its_replay(core, monkeypatch):
+    """Only the sums of the replay notice that the other worker is gone."""
+    if core.config.parallel.tensor == 1:
+        pytest.skip("one worker has no sums")
+    submit(core)
+    whole = answers(core)
+    submit(core)
+    tokens = answers(core, 5)
+    real = swell.worker.worker.Worker.execute_model
+
+    def execute_model(worker, plan):
+        if worker.rank == 0:
+            return real(worker, plan)
+        worker.mesh.tensor.abort()
+        return None
+
+    monkeypatch.setattr(swell.worker.worker.Worker, "execute_model", execute_model)
+    with pytest.raises(GroupBroken):
+        answers(core, tokens=tokens)
+    monkeypatch.undo()
+    regroup(core)
+    assert answers(core, tokens=tokens) == whole
+    core.check_idle()
+
+
 def test_forming_groups_can_be_aborted(core, monkeypatch):
     """Groups can be aborted while they form, also before they exist."""
     if core.config.parallel.world == 1:

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.worker.comm import connect
 from swell.worker.step import forward
 from tests.kernels.load import load_backend
 from tests.support.paths import NANO
@@ -20,8 +21,8 @@ def compiled() -> None:
     load_backend("cpu", "graph")
 
 
-def make(folder, family) -> None:
-    tiny_models.make(folder, family)
+def make(folder, family, **changes) -> None:
+    tiny_models.make(folder, family, **changes)
     for file in NANO.glob("tokenizer*"):
         shutil.copy(file, folder)
 
@@ -84,6 +85,24 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     assert any(tokens > rows > samples for tokens, rows, samples in replayed)
     replayed.clear()
     assert found == answers(tmp_path, **{"model.dtype": dtype, "model.enforce_eager": True})
+    assert not replayed
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2", "llama-tied"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_replayed_answers_of_tensor_parallel_workers_are_the_same_bit_for_bit(
+    tmp_path, monkeypatch, replayed, family, dtype
+):
+    """Through shared memory, sums are replayed; through gloo, no step is. The last worker has fewer
+    tokens of the vocabulary."""
+    make(tmp_path, family, vocab_size=321)
+    options = {"model.dtype": dtype, "parallel.tensor": 2}
+    found = answers(tmp_path, **options)
+    assert {(rows, rows, rows) for rows in range(1, 5)} < replayed
+    replayed.clear()
+    assert found == answers(tmp_path, **options, **{"model.enforce_eager": True})
+    monkeypatch.setattr(connect, "connect_shared_memory", lambda formation: None)
+    assert found == answers(tmp_path, **options)
     assert not replayed
 
 
