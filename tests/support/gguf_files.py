@@ -35,7 +35,7 @@ Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors, version: int = 3) -> Path:
-    """Writes a file. An integer is written as uint32, a list by the type of its first item."""
+    """Writes a file. An integer is written as uint32, and a list by the type of its first item."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata)))
     for key, value in metadata.items():
         out += _string(key) + _typed(value)
@@ -57,9 +57,15 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
+def _item(value: Any) -> bytes:
+    """Writes an item of a list. Integers in lists are int32, as in the files of llama.cpp."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    return struct.pack("<Ii", 5, value) if is_integer else _typed(value)
+
+
 def _typed(value: Any) -> bytes:
     if isinstance(value, list):
-        items = [_typed(item) for item in value]
+        items = [_item(item) for item in value]
         kind = items[0][:4] if items else struct.pack("<I", 4)
         return (
             struct.pack("<I", 9)

@@ -109,8 +109,7 @@ class ChatTemplate:
         if not self.text and options.template is None:
             raise BadRequest(
                 f"the model {self._model_name!r} has no chat template: use /v1/completions, or set "
-                "serve.chat_template to a file, or add a chat_template to the model's "
-                "tokenizer_config.json",
+                "serve.chat_template to a file with the template of its family",
                 "messages",
                 "no_chat_template",
             )
