@@ -16,6 +16,8 @@ from torch.nn import functional
 
 GROUP = 32
 """The number of inputs of a group that `quantize` makes."""
+GROUPS = (32, 64, 128, 256)
+"""The numbers of inputs of a group with which products can be computed."""
 SCALE_TYPES = (torch.float16, torch.float32)
 _ROWS_BYTES = 64 * 2**20
 """The memory, in bytes, that the conversion of some rows of a weight may use."""
@@ -28,12 +30,12 @@ class QuantizedForm:
     bits: int
     """Bits of an integer: 4 or 8."""
     group: int
-    """The number of inputs with one scale: a multiple of 32."""
+    """The number of inputs with one scale: one of `GROUPS`."""
     has_mins: bool
     scale_type: torch.dtype
 
     def __post_init__(self) -> None:
-        assert self.bits in (4, 8) and self.group % 32 == 0 and self.scale_type in SCALE_TYPES, self
+        assert self.bits in (4, 8) and self.group in GROUPS and self.scale_type in SCALE_TYPES, self
 
     @property
     def zero(self) -> int:

@@ -8,6 +8,7 @@ computed in float32 and rounded once, to the requested type.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import GROUPS, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import Index
 from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
 
@@ -24,8 +25,6 @@ Parts = Mapping[str, SafetensorsTensor]
 
 KEPT_BITS = (4, 8)
 """Bits of integers with which products can be computed."""
-UNIT = 32
-"""Products need groups of a multiple of this many columns."""
 BLOCK_VALUES = 1 << 20
 """The number of values that are dequantized at a time: bounds the memory for float32 values."""
 
@@ -116,8 +115,8 @@ class GroupedMatrix(ABC):
         has_one = size >= self.shape[1]
         size = len(columns) if has_one else size
         borders = columns.start, columns.stop
-        whole = max(UNIT, self.unit[1]) if has_one else size
-        if not size or size % UNIT or any(border % whole for border in borders):
+        whole = max(GROUPS[0], self.unit[1]) if has_one else size
+        if not size or size % GROUPS[0] or any(border % whole for border in borders):
             return None
         groups = slice(0, 1) if has_one else slice(columns.start // size, columns.stop // size)
         integers = torch.empty(len(rows), len(columns), dtype=torch.uint8)
@@ -135,6 +134,9 @@ class GroupedMatrix(ABC):
             zeros[of_part] = stored + (128.0 if is_signed else 0.0)
         if not bool(scales.isfinite().all()):
             return None
+        if size not in GROUPS:  # smaller groups with equal scales
+            times = size // math.gcd(size, GROUPS[-1])
+            scales, zeros = (each.repeat_interleave(times, 1) for each in (scales, zeros))
         is_middle = bool((zeros == 1 << (bits - 1)).all())
         return QuantizedTensor(integers, scales, None if is_middle else -zeros * scales, bits)
 

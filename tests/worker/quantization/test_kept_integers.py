@@ -56,6 +56,17 @@ def test_integers_are_kept(name: str, backend: str, tmp_path: Path) -> None:
     assert kept(quantized, **settings) == [KEPT[name]] * layers
 
 
+@pytest.mark.parametrize("intermediate_size", [1024, 576])
+@pytest.mark.parametrize("name", ["ct-int8", "ct-w4a16-channel"])
+def test_large_groups_are_kept(name: str, intermediate_size: int, tmp_path: Path) -> None:
+    """Products have groups of at most 256 inputs: a larger one becomes several with one scale."""
+    quantized, plain = copies(tmp_path, writers.FORMATS[name], intermediate_size=intermediate_size)
+    assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
+    assert len(kept(quantized)) == 2 * 4
+    rounded = answers(quantized, **{**KEEP, "model.activations": "int8"})
+    assert [len(tokens) for tokens, _ in rounded] == [8] * 3
+
+
 @pytest.mark.parametrize("name", DEQUANTIZED)
 def test_other_matrices_are_dequantized(name: str, tmp_path: Path) -> None:
     quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
