@@ -233,7 +233,27 @@ class _Reader:
         if kind in _FORMATS:
             form = struct.Struct(f"<{count}{_FORMATS[kind]}")
             return list(form.unpack(self._take(form.size)))
+        if kind == _STRING:
+            return self._strings(name, count)
         return [self._value(kind, name, depth + 1) for _ in range(count)]
+
+    def _strings(self, name: str, count: int) -> list[str]:
+        """Reads many strings, in one loop: a vocabulary has some 500 000 of them."""
+        buffer, at, found = self.buffer, self.at, []
+        try:
+            for _ in range(count):
+                start = at + 8
+                if start > len(buffer):
+                    self._fill(start)
+                end = start + int.from_bytes(buffer[at:start], "little")
+                if end > len(buffer):
+                    self._fill(end)
+                found.append(buffer[start:end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise self._damaged(f"{name} is not valid UTF-8") from None
+        self.at = at
+        return found
 
     def _string(self, name: str) -> str:
         (length,) = struct.unpack("<Q", self._take(8))

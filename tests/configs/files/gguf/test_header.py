@@ -144,6 +144,12 @@ def test_hostile_arrays_are_refused(tmp_path: Path) -> None:
     assert "nested deeper than" in refusal(file_with(nine + array(9, 1) * 50))
     assert "unknown type 77" in refusal(file_with(struct.pack("<I", 77)))
     assert "unknown type 77" in refusal(file_with(nine + array(77, 1)))
+    assert "not valid UTF-8" in refusal(
+        file_with(nine + array(8, 1) + struct.pack("<Q", 2) + b"\xff\xfe")
+    )
+    assert "header needs more than" in refusal(
+        file_with(nine + array(8, 2) + struct.pack("<Q", 2**63))
+    )
     text = struct.pack("<IQ", 8, 2) + b"\xff\xfe"
     assert "not valid UTF-8" in refusal(file_with(text))
 
