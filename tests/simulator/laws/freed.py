@@ -45,8 +45,10 @@ class FreedWatch:
     def look(self) -> None:
         """A message of a process that is gone may still come while packets are late."""
         living = self._identities(self._plane.ingresses)
+        ending = self._plane.manager.manager._fleet.ending.values()
+        ended = {handle.ready.incarnation for handle in ending if handle.ready is not None}
         for engine in self._plane.living_engines:
-            if engine.server is not None:
+            if engine.server is not None and engine.server.incarnation not in ended:
                 self._look_at_clients(engine, living)
         coordinator = self._plane.coordinator
         acts = self._calm.coordinator_acts and not self._calm.packets_are_late

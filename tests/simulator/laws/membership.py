@@ -95,9 +95,9 @@ class MembershipWatch:
     def _look_at_lost(
         self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
     ) -> None:
-        """Checks that an engine that serves, reaches the coordinator and was not asked to leave
-        stays in the roster. A new coordinator must keep it, too, because it waits for the engines'
-        messages."""
+        """Checks that an engine that serves, reaches the coordinator and was not asked to leave or
+        to stop stays in the roster. A new coordinator must keep it, too, because it waits for the
+        engines' messages."""
         if self._last is None:
             return
         for incarnation in self._last[1].keys() - members.keys():
@@ -107,7 +107,7 @@ class MembershipWatch:
             self._check_lost(engine)
 
     def _check_lost(self, engine: SimEngine) -> None:
-        if not self._watch.may_lose(engine):
+        if engine.stopped_at is None and not self._watch.may_lose(engine):
             self._break(f"{engine.process.name} was taken out of the roster, and was healthy")
 
     def _look_at_silent(
