@@ -8,6 +8,8 @@ Without `mins`, the integer in the middle of the range is zero: the minimum is -
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,9 @@ GROUP = 32
 GROUPS = (32, 64, 128, 256)
 """The numbers of inputs of a group with which products can be computed."""
 SCALE_TYPES = (torch.float16, torch.float32)
-_ROWS_BYTES = 64 * 2**20
-"""The memory, in bytes, that the conversion of some rows of a weight may use."""
+_ROWS_BYTES = 4 * 2**20
+"""The memory, in bytes, that the conversion of some rows of a weight may use: it stays in the
+cache."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +163,27 @@ def quantize(weight: Tensor, bits: int) -> QuantizedTensor:
     With 8 bits the scale of a group is its largest magnitude / 127. With 4 bits it is the one of
     several whose squared error is the smallest.
     """
+    with _one_thread():
+        return _quantized(weight.detach(), bits)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """In this context torch computes with one thread: operations that stay in the cache are so
+    short that other threads, especially of a busy processor, would delay them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _quantized(weight: Tensor, bits: int) -> QuantizedTensor:
     outs, size = weight.shape
     assert size % GROUP == 0, (size, GROUP)
     step = max(1, _ROWS_BYTES // (32 * max(1, size)))
-    rows = [weight.detach()[row : row + step] for row in range(0, outs, step)]
+    rows = [weight[row : row + step] for row in range(0, outs, step)]
     largest = max((float(part.abs().max()) for part in rows if part.numel()), default=0.0)
     zero = 1 << (bits - 1)
     # float16 has steps of 2^-24 below 2^-14, and ends at 65504.
@@ -182,7 +202,10 @@ def quantize(weight: Tensor, bits: int) -> QuantizedTensor:
 
 
 def _integers(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:
-    return torch.where(scales == 0, 0.0, groups / scales).round_().clamp_(lowest, highest)
+    scales = torch.where(
+        scales == 0, 1.0, scales
+    )  # all numbers of such a group are zero, or nearly
+    return (groups / scales).round_().clamp_(lowest, highest)
 
 
 _RANGES = (7.0, 7.5, 8.0, 8.5)
@@ -198,8 +221,8 @@ def _best_scales(groups: Tensor) -> Tensor:
     best, lowest_error = largest, torch.full_like(largest, torch.inf)
     for numbers in _RANGES:
         scales = largest / -numbers
-        errors = _integers(groups, scales, -8, 7) * scales - groups
-        error = errors.square_().sum(-1, keepdim=True)
+        integers = _integers(groups, scales, -8, 7)
+        error = integers.mul_(scales).sub_(groups).square_().sum(-1, keepdim=True)
         best = torch.where(error < lowest_error, scales, best)
         lowest_error = torch.minimum(error, lowest_error)
     integers = _integers(groups, best, -8, 7)
