@@ -24,6 +24,7 @@ def launches(dtype: torch.dtype) -> Iterator[Tensor]:
     for tokens, rows, heads, kv_heads, head_dim, options in (
         *((1, 1, 32, 8, 128, plain), (8192, 1, 32, 8, 128, plain), (8192, 9, 8, 4, 256, full)),
         (64, 64, 64, 8, 64, {"scale": 0.1, "sinks": torch.empty(64)}),
+        (64, 64, 28, 4, 128, plain),
     ):
         cache = torch.empty(9, kv_heads, 16, head_dim, dtype=dtype)
         meta = AttentionMetadata(
@@ -116,6 +117,12 @@ def test_prompts_and_borders_of_query_blocks():
 def test_large_groups_and_heads():
     check(Case([(2, 40), (1, 7)], 20, 1, 64))
     check(Case([(2, 40), (1, 7)], 2, 1, 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_group_of_seven_with_heads_of_96(dtype):
+    """Two lines of each tile are no query."""
+    check(Case([(5, 70), (1, 33)], 14, 2, 96, dtype=dtype))
 
 
 def test_heads_that_are_too_large_are_left_to_the_reference():
