@@ -121,7 +121,7 @@ def test_large_groups_and_heads():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_group_of_seven_with_heads_of_96(dtype):
-    """Two lines of each tile are no query."""
+    """In each tile two lines do not belong to a query."""
     check(Case([(5, 70), (1, 33)], 14, 2, 96, dtype=dtype))
 
 
