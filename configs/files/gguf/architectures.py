@@ -13,6 +13,7 @@ from swell.configs.files.gguf.tokenizer import Vocabulary, end_token_ids, token_
 
 _OUTPUT = "output.weight"
 _EMBEDDING = "token_embd.weight"
+_UNQUANTIZED = {"F32": "float32", "F16": "float16"}
 
 
 def architecture_of(file: GgufFile) -> str:
@@ -47,7 +48,7 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
         "bos_token_id": token_id(file, vocabulary, "bos"),
         "eos_token_id": ends or None,
         "pad_token_id": token_id(file, vocabulary, "padding"),
-        "dtype": _dtype(file),
+        "dtype": _dtype(file, architecture),
     }
     heads = config["num_attention_heads"]
     config["num_key_value_heads"] = metadata.integer("attention.head_count_kv", heads)
@@ -62,10 +63,11 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
     return {**config, **ARCHITECTURES[architecture](metadata, config)}
 
 
-def _dtype(file: GgufFile) -> str:
+def _dtype(file: GgufFile, architecture: str) -> str:
     """Returns the type in which the model is served if `model.dtype` is `auto`: the one of its
-    matrices, and bfloat16 if they are quantized."""
-    names = {"F32": "float32", "F16": "float16"}
+    matrices, and bfloat16 if they are quantized. The activations of Gemma exceed the range of
+    float16, so its float16 matrices are served in bfloat16."""
+    names = {"F32": "float32"} if architecture.startswith("gemma") else _UNQUANTIZED
     kinds = {tensor.type.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
     return names.get(next(iter(kinds)), "bfloat16") if len(kinds) == 1 else "bfloat16"
 

@@ -103,7 +103,7 @@ def sources(file: GgufFile) -> Mapping[str, Source]:
             continue
         block = _BLOCK.fullmatch(name)
         rotated = heads.get(block[2], 0) if block and architecture == "llama" else 0
-        is_norm = tensor.type.name == "F32" and name.endswith("norm.weight")
+        is_norm = name.endswith("norm.weight")
         added = 1.0 if architecture.startswith("gemma") and is_norm else 0.0
         _check_shape(name, tensor, 2 * rotated, file)
         names = list(_names(name, tensor, architecture, file))
