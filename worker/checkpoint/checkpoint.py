@@ -47,8 +47,8 @@ class HasIntegers(Protocol):
     """A `StoredTensor` whose integers may be used for products without dequantizing them."""
 
     def read_quantized(self, index: Index) -> QuantizedTensor | None:
-        """Returns a part with the values of `read`; None if products cannot use its integers, or if
-        it begins or ends within a group."""
+        """Returns a part with the values of `read`, up to the last bit of float32; None if products
+        cannot use its integers, or if it begins or ends within a group."""
 
 
 class Checkpoint(Protocol):

@@ -16,7 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.files.model_files import local_folder
+from swell.configs.schema import load
+from swell.kernels.weights.quantized import PackedQuantizedTensor
 from swell.worker.checkpoint.gguf.checkpoint import PIECE_NUMBERS, GgufCheckpoint
+from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.worker import Worker
 from tests.support.gguf_files import gguf_of, twin_of
 from tests.support.paths import NANO
 from tests.worker.tiny_models import FAMILIES, SIZES, WINDOW
@@ -228,3 +232,66 @@ def test_a_file_that_becomes_shorter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"m\.gguf cannot be read: it became shorter"):
         last.read((), torch.float32)
     checkpoint.close()
+
+
+KEPT_KINDS = [
+    ("Q8_0",),
+    ("Q4_0",),
+    ("Q4_1",),
+    ("Q5_0",),
+    ("Q5_1",),
+    ("Q4_K", "Q5_0"),
+    ("Q5_K", "Q8_0"),
+]
+
+
+@pytest.mark.parametrize("kinds", KEPT_KINDS, ids="+".join)
+def test_integers_have_the_values_of_the_numbers(kinds: Sequence[str], tmp_path: Path) -> None:
+    """Parts begin and end with groups, also within blocks and within heads that are rotated."""
+    checkpoint = GgufCheckpoint(gguf_of(Path(NANO), tmp_path / "m.gguf", kinds))
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):
+        tensor = checkpoint.tensor(f"model.layers.0.{name}.weight")
+        outs, size = tensor.shape
+        for part in (
+            (slice(None), slice(None)),
+            (slice(3, outs - 5), slice(32, size - 32)),
+            (slice(outs // 2, None), slice(size // 2, size // 2 + 64)),
+        ):
+            kept = tensor.read_quantized(part)
+            own = kinds[0] if size % 256 == 0 else kinds[-1]
+            assert kept is not None and kept.bits == (4 if own.startswith("Q4") else 8)
+            expected = tensor.read(part, torch.float32)
+            torch.testing.assert_close(
+                kept.dequantize(torch.float32), expected, rtol=1e-6, atol=1e-7
+            )
+            if kept.mins is None:
+                assert torch.equal(kept.dequantize(torch.float32), expected)
+        assert tensor.read_quantized((slice(None), slice(0, 40))) is None
+    assert checkpoint.tensor("model.norm.weight").read_quantized((slice(None),)) is None
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    "kinds", [("F16",), ("Q6_K", "F16"), ("Q3_K", "F16"), ("Q2_K", "F16")], ids="+".join
+)
+def test_other_types_have_no_integers_for_products(kinds: Sequence[str], tmp_path: Path) -> None:
+    checkpoint = GgufCheckpoint(gguf_of(Path(NANO), tmp_path / "m.gguf", kinds))
+    tensor = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
+    assert tensor.read_quantized((slice(None), slice(None))) is None
+    checkpoint.close()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"parallel.tensor": 2}, {"model.backend": "transformers"}], ids=str
+)
+@pytest.mark.parametrize("kinds", [("Q8_0",), ("Q4_0",), ("Q5_0",)], ids="+".join)
+def test_answers_with_kept_integers_are_the_same(
+    kinds: Sequence[str], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Types without minima have exactly the numbers of the file."""
+    file = gguf_of(Path(NANO), tmp_path / "m.gguf", kinds)
+    assert greedy(file, **options, **{"model.quantize": "keep"}) == greedy(file, **options)
+    loaded = Worker(load(str(file), {"model.dtype": "float32", "model.quantize": "keep"}))
+    loaded.load()
+    layers = [each for each in loaded.model.modules() if isinstance(each, PackedWeight)]
+    assert all(isinstance(each.weight, PackedQuantizedTensor) for each in layers)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from swell.configs.files.gguf.block_types import BlockType
+from swell.kernels.weights.quantized import QuantizedTensor
 
 
 class Groups(NamedTuple):
@@ -25,6 +26,14 @@ class Groups(NamedTuple):
     """[n, groups], float32"""
     mins: torch.Tensor | None
     """[n, groups], float32; None: all are 0"""
+
+
+def keep(blocks: torch.Tensor, kind: BlockType) -> QuantizedTensor:
+    """Returns the numbers of blocks of a type in `KEPT`, as [n, numbers of a block]."""
+    bits, zero = KEPT[kind.name]
+    integers, scales, mins = GROUPS[kind.name](blocks)
+    unsigned = integers.view(torch.uint8) + zero
+    return QuantizedTensor(unsigned.flatten(1), scales, None if mins is None else -mins, bits)
 
 
 def dequantize(blocks: torch.Tensor, kind: BlockType) -> torch.Tensor:
@@ -137,6 +146,20 @@ def _q6_k(blocks: torch.Tensor) -> Groups:
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a type that is not quantized -> the same type of torch."""
+
+GROUP_NUMBERS = 32
+"""The numbers of a group of the types in `KEPT`."""
+KEPT = {
+    # name -> the bits of its integers in products, and the integer that stands for 0 in them
+    "Q4_0": (4, 8),
+    "Q4_1": (4, 0),
+    "Q4_K": (4, 0),
+    "Q5_0": (8, 128),
+    "Q5_1": (8, 0),
+    "Q5_K": (8, 0),
+    "Q8_0": (8, 128),
+}
+"""Types whose integers products can use."""
 
 GROUPS: dict[str, Callable[[torch.Tensor], Groups]] = {
     "Q4_0": _q4_0,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from swell.configs.files.bounded_files import open_regular
 from swell.configs.files.gguf.header import read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
+from swell.kernels.weights.quantized import QuantizedTensor
 from swell.worker.checkpoint.checkpoint import Index
-from swell.worker.checkpoint.gguf.blocks import dequantize
+from swell.worker.checkpoint.gguf.blocks import GROUP_NUMBERS, KEPT, dequantize, keep
 
 PIECE_NUMBERS = 2**20
 """The most numbers that are dequantized at a time: in float32 they stay in a cache of the
@@ -37,7 +39,7 @@ class GgufCheckpoint:
     def notes(self) -> Sequence[str]:
         kinds = Counter(source.tensor.type.name for source in self._sources.values())
         read = ", ".join(f"{count} of type {kind}" for kind, count in kinds.most_common())
-        return [f"tensors of a GGUF file are dequantized while they are read: {read}"]
+        return [f"tensors of a GGUF file: {read}"]
 
     def tensor(self, name: str) -> GgufTensor:
         return GgufTensor(self, name, self._sources[name])
@@ -87,16 +89,14 @@ class GgufTensor:
         rows, *columns = _slices(index, self.shape)
         width = columns[0] if columns else slice(0, 1)
         out = torch.empty(rows.stop - rows.start, width.stop - width.start, dtype=dtype)
-        heads = self._source.rotated_heads
-        unit = self.shape[0] // heads if heads else 1
-        length = self.shape[1] if columns else 1
-        step = max(1, PIECE_NUMBERS // (length * unit)) * unit
-        first = rows.start - rows.start % unit
-        for row in range(first, rows.stop, step):
-            end = min(row + step, rows.stop + -rows.stop % unit)
-            piece = self._rows(row, end, width)
-            low, high = max(row, rows.start), min(end, rows.stop)
-            out[low - rows.start : high - rows.start] = piece[low - row : high - row]
+        kind = self._source.tensor.type
+        first = width.start // kind.numbers * kind.numbers
+        for piece in self._pieces(rows, width):
+            numbers = dequantize(piece.blocks.flatten(0, 1), kind).view(len(piece.blocks), -1)
+            numbers = self._in_order(numbers[:, width.start - first : width.stop - first])
+            out[piece.to] = (numbers - self._source.added if self._source.added else numbers)[
+                piece.own
+            ]
         return out.view(
             [
                 part.stop - part.start
@@ -105,25 +105,76 @@ class GgufTensor:
             ]
         )
 
-    def _rows(self, start: int, stop: int, columns: slice) -> torch.Tensor:
-        """Returns columns of whole rows as float32, in the order of transformers. With heads that
-        are rotated, the rows are those of whole heads."""
-        tensor, kind = self._source.tensor, self._source.tensor.type
+    def read_quantized(self, index: Index) -> QuantizedTensor | None:
+        kind = self._source.tensor.type
+        if kind.name not in KEPT or len(self.shape) != 2 or self._source.added:
+            return None
+        rows, width = _slices(index, self.shape)
+        if width.start % GROUP_NUMBERS or width.stop % GROUP_NUMBERS:
+            return None
+        first = width.start // kind.numbers * kind.numbers
+        columns = slice(width.start - first, width.stop - first)
+        groups = slice(columns.start // GROUP_NUMBERS, columns.stop // GROUP_NUMBERS)
+        integers, scales, mins = [], [], []
+        for piece in self._pieces(rows, width):
+
+            def own(numbers: torch.Tensor, part: slice, piece: _Piece = piece) -> torch.Tensor:
+                return self._in_order(numbers.view(len(piece.blocks), -1)[:, part])[piece.own]
+
+            kept = keep(piece.blocks.flatten(0, 1), kind)
+            integers.append(own(kept.integers, columns))
+            scales.append(own(kept.scales, groups))
+            if kept.mins is not None:
+                mins.append(own(kept.mins, groups))
+        of_groups = torch.cat(scales)
+        if not bool(of_groups.isfinite().all()):
+            return None
+        bits, _ = KEPT[kind.name]
+        return QuantizedTensor(
+            torch.cat(integers), of_groups, torch.cat(mins) if mins else None, bits
+        )
+
+    def _pieces(self, rows: slice, columns: slice) -> Iterator[_Piece]:
+        """Yields the blocks that have these columns of some rows at a time. With heads that are
+        rotated, the rows are those of whole heads."""
+        heads, kind = self._source.rotated_heads, self._source.tensor.type
+        unit = self.shape[0] // heads if heads else 1
         length = self.shape[1] if len(self.shape) > 1 else 1
         row_bytes = length // kind.numbers * kind.nbytes
-        skipped = start + (self._source.expert or 0) * self.shape[0]
-        data = self._checkpoint.read_bytes(
-            tensor.path, tensor.offset_bytes + skipped * row_bytes, (stop - start) * row_bytes
-        )
-        first, last = columns.start // kind.numbers, math.ceil(columns.stop / kind.numbers)
-        blocks = data.view(stop - start, -1, kind.nbytes)[:, first:last]
-        numbers = dequantize(blocks.reshape(-1, kind.nbytes), kind).view(stop - start, -1)
-        skipped_columns = first * kind.numbers
-        found = numbers[:, columns.start - skipped_columns : columns.stop - skipped_columns]
-        if self._source.rotated_heads:
-            half = self.shape[0] // self._source.rotated_heads // 2
-            found = found.reshape(-1, half, 2, found.shape[1]).transpose(1, 2).flatten(0, 2)
-        return found - self._source.added if self._source.added else found
+        used = slice(columns.start // kind.numbers, math.ceil(columns.stop / kind.numbers))
+        step = max(1, PIECE_NUMBERS // (length * unit)) * unit
+        for start in range(rows.start - rows.start % unit, rows.stop, step):
+            stop = min(start + step, rows.stop + -rows.stop % unit)
+            skipped = start + (self._source.expert or 0) * self.shape[0]
+            data = self._checkpoint.read_bytes(
+                self.file,
+                self._source.tensor.offset_bytes + skipped * row_bytes,
+                (stop - start) * row_bytes,
+            )
+            low, high = max(start, rows.start), min(stop, rows.stop)
+            yield _Piece(
+                data.view(stop - start, -1, kind.nbytes)[:, used],
+                slice(low - start, high - start),
+                slice(low - rows.start, high - rows.start),
+            )
+
+    def _in_order(self, found: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of whole heads in the order of transformers."""
+        if not self._source.rotated_heads:
+            return found
+        half = self.shape[0] // self._source.rotated_heads // 2
+        return found.reshape(-1, half, 2, found.shape[1]).transpose(1, 2).flatten(0, 2)
+
+
+class _Piece(NamedTuple):
+    """Some rows of a tensor."""
+
+    blocks: torch.Tensor
+    """[rows, blocks, bytes of a block] uint8"""
+    own: slice
+    """The rows that are read; the others complete their heads."""
+    to: slice
+    """The place of these rows in the result."""
 
 
 def _slices(index: Index, shape: tuple[int, ...]) -> list[slice]:
