@@ -22,6 +22,11 @@ CHUNK_BYTES = 64 * 1024 * 1024
 the parameters."""
 
 
+class DamagedCheckpoint(ValueError):
+    """Files that do not make a checkpoint. The text is one line that names the tensor or the file,
+    and the fix."""
+
+
 class StoredTensor(Protocol):
     """One parameter of a model in a checkpoint, which may store it as several tensors."""
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from swell.configs.files.bounded_files import MAX_INDEX_BYTES, open_regular, parse_json, read_file
-from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.checkpoint.checkpoint import DamagedCheckpoint, Index
 
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -143,12 +143,12 @@ def _opened(path: Path) -> Any:
         os.close(open_regular(path))
         return safe_open(str(path), framework="pt", device="cpu")
     except FileNotFoundError:
-        raise ValueError(
+        raise DamagedCheckpoint(
             f"the weights' file {str(path)!r} is missing, but the index lists it; copy or "
             "download it again"
         ) from None
     except (SafetensorError, OSError) as error:
-        raise ValueError(
+        raise DamagedCheckpoint(
             f"the weights' file {str(path)!r} cannot be read ({error}); it is incomplete or not a "
             "safetensors file; copy or download it again"
         ) from None
@@ -159,7 +159,7 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except SafetensorError as error:
-        raise ValueError(
+        raise DamagedCheckpoint(
             f"the weights' file {str(path)!r} does not have a tensor that the index lists "
             f"({error}); copy or download both again"
         ) from None

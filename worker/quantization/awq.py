@@ -16,7 +16,14 @@ from typing import Any
 import torch
 
 from swell.worker.checkpoint.checkpoint import StoredTensor
-from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.checkpoint.safetensors_files import FLOATS
+from swell.worker.quantization.grouped_matrix import (
+    WORDS,
+    Grid,
+    GroupedMatrix,
+    Parts,
+    slice_of,
+)
 from swell.worker.quantization.packing import unpack_integers
 from swell.worker.quantization.scheme import Scheme, refuse_values
 
@@ -42,16 +49,13 @@ class AwqMatrix(GroupedMatrix):
     unit = (PER_WORD, 1)
     bits = 4
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        qweight, scales = self.part(".qweight"), self.part(".scales")
-        columns, words = qweight.shape
+    def find_shape(self) -> tuple[int, int]:
+        columns, words = self.checked(".qweight", WORDS, None, None).shape
         rows = words * PER_WORD
-        if scales.shape[1] != rows or columns % scales.shape[0]:
-            raise self.refuse(
-                f"has a qweight of shape {list(qweight.shape)}, but scales of shape "
-                f"{list(scales.shape)}"
-            )
+        groups = self.checked(".scales", FLOATS, None, rows).shape[0]
+        self.checked(".qzeros", WORDS, groups, words)
+        if columns % groups:
+            raise self.refuse(f"has {columns} inputs, but {groups} groups")
         return rows, columns
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:

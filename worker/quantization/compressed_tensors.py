@@ -24,9 +24,18 @@ from typing import Any
 import torch
 
 from swell.worker.checkpoint.checkpoint import StoredTensor
+from swell.worker.checkpoint.safetensors_files import FLOATS
 from swell.worker.quantization.fp4 import Fp4Matrix
 from swell.worker.quantization.fp8 import ScaledMatrix
-from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.quantization.grouped_matrix import (
+    INDICES,
+    WORDS,
+    ZEROS,
+    Grid,
+    GroupedMatrix,
+    Parts,
+    slice_of,
+)
 from swell.worker.quantization.packing import unpack_integers
 from swell.worker.quantization.scheme import Scheme, block_size, integer, mapping, refuse_values
 
@@ -58,7 +67,8 @@ class CompressedTensors(Scheme):
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
         group = self._group_of(name.removesuffix(".weight"))
         if ".weight_packed" not in parts:
-            return ScaledMatrix(name, self.method, parts, group.block)
+            groups = (1, group.group_size) if group.group_size > 0 else None
+            return ScaledMatrix(name, self.method, parts, group.block or groups)
         if parts[".weight_packed"].stored_type == "U8":
             return Fp4Matrix(name, self.method, parts)
         return PackedMatrix(name, self.method, parts, group)
@@ -124,15 +134,25 @@ class PackedMatrix(GroupedMatrix):
         super().__init__(name, method, parts)
         self._group = group
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        rows, columns = (int(each) for each in self.part(".weight_shape").read_whole())
-        packed, scales = self.part(".weight_packed").shape, self.part(".weight_scale").shape
-        if packed[0] != rows or len(scales) != 2 or scales[0] != rows:
+    def find_shape(self) -> tuple[int, int]:
+        stored = self.checked(".weight_shape", INDICES, 2).read_whole()
+        rows, columns = (int(each) for each in stored)
+        bits = self._group.bits
+        words = self.checked(".weight_packed", WORDS, rows, None).shape[1]
+        if bits not in BITS or words != -(-columns * bits // 32):
             raise self.refuse(
-                f"has the shape {[rows, columns]}, but packed numbers of the shape {list(packed)} "
-                f"and scales of the shape {list(scales)}"
+                f"has {columns} inputs in {words} words, which are not {bits} bits each "
+                f"(supported: {', '.join(map(str, BITS))} bits)"
             )
+        groups = self.checked(".weight_scale", FLOATS, rows, None).shape[1]
+        size = self._group.group_size
+        if groups != (-(-columns // size) if size > 0 else 1):
+            raise self.refuse(f"has {columns} inputs and {groups} groups of {size}")
+        if (zeros := self.parts.get(".weight_zero_point")) is not None:
+            if zeros.shape == (rows, groups):
+                self.checked(".weight_zero_point", ZEROS, rows, groups)
+            else:
+                self.checked(".weight_zero_point", WORDS, -(-rows * bits // 32), groups)
         return rows, columns
 
     @property
@@ -171,30 +191,17 @@ class PackedMatrix(GroupedMatrix):
         """[in] the group of each column; None: groups are neighbours."""
         if ".weight_g_idx" not in self.parts:
             return None
-        groups = self.part(".weight_g_idx").read_whole().long()
-        return None if (groups < 0).any() else groups  # -1: not ordered
+        return self.read_order(".weight_g_idx", self.shape[1], self.part(".weight_scale").shape[1])
 
-    @cached_property
+    @property
     def bits(self) -> int:  # type: ignore[override]
-        bits = self._group.bits
-        words, columns = self.part(".weight_packed").shape[1], self.shape[1]
-        if bits not in BITS or words != -(-columns * bits // 32):
-            raise self.refuse(
-                f"has {columns} inputs in {words} words, which are not {bits} bits each "
-                f"(supported: {', '.join(map(str, BITS))} bits)"
-            )
-        return bits
+        return self._group.bits
 
     @property
     def _per_word(self) -> int:
         return 32 // self.bits
 
-    @cached_property
+    @property
     def _columns_per_group(self) -> int:
-        columns, count = self.shape[1], self.part(".weight_scale").shape[1]
         size = self._group.group_size
-        if count == 1:
-            return columns
-        if size <= 0 or -(-columns // size) != count:
-            raise self.refuse(f"has {columns} inputs and {count} groups of {size}")
-        return size
+        return size if size > 0 else self.shape[1]

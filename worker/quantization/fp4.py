@@ -11,19 +11,30 @@ gpt-oss stores the MXFP4 matrices of all experts as one tensor:
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from swell.worker.checkpoint.checkpoint import Index, StoredTensor
-from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
-from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.checkpoint.safetensors_files import FLOATS
+from swell.worker.quantization.grouped_matrix import (
+    SCALES,
+    Grid,
+    GroupedMatrix,
+    Parts,
+    slice_of,
+)
 from swell.worker.quantization.packing import scale_values, unpack_e2m1
 from swell.worker.quantization.scheme import Scheme
 
 ALL = slice(None)
 BLOCK = 32
+"""Columns of a group of MXFP4."""
+NVFP4_GROUP = 16
+PACKED = ("U8",)
+POWERS = ("U8", "F8_E8M0")
+"""Types of scales that are powers of two."""
+FACTORS = (".weight_scale_2", ".weight_global_scale")
 
 
 class Mxfp4(Scheme):
@@ -42,26 +53,26 @@ class Fp4Matrix(GroupedMatrix):
 
     unit = (1, 2)
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        packed, scales = self._packed, self.part(".weight_scale")
-        if packed.stored_type != "U8" or len(packed.shape) != 2:
-            raise self.refuse(
-                f"has packed numbers of type {packed.stored_type} and shape {list(packed.shape)}"
-            )
-        rows, columns = packed.shape[0], packed.shape[1] * 2
-        if len(scales.shape) != 2 or scales.shape[0] != rows or columns % scales.shape[1]:
-            raise self.refuse(
-                f"has the shape {[rows, columns]}, but scales of the shape {list(scales.shape)}"
-            )
+    def find_shape(self) -> tuple[int, int]:
+        rows, octets = self.checked(self._packed, PACKED, None, None).shape
+        columns = octets * 2
+        self.checked(".weight_scale", SCALES, rows, -(-columns // self._columns_per_group))
+        for suffix in FACTORS:
+            if suffix in self.parts:
+                self.checked(suffix, FLOATS, *(1 for _ in self.part(suffix).shape[:1]))
         return rows, columns
 
     @property
-    def _packed(self) -> SafetensorsTensor:
-        return self.part(".weight_packed" if ".weight_packed" in self.parts else ".weight")
+    def _packed(self) -> str:
+        return ".weight_packed" if ".weight_packed" in self.parts else ".weight"
+
+    @property
+    def _columns_per_group(self) -> int:
+        return BLOCK if self.part(".weight_scale").stored_type in POWERS else NVFP4_GROUP
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
-        return unpack_e2m1(self._packed.read_stored((slice_of(rows), slice_of(columns, 2))))
+        packed = self.part(self._packed)
+        return unpack_e2m1(packed.read_stored((slice_of(rows), slice_of(columns, 2))))
 
     def grid(self, rows: range) -> Grid:
         scales = scale_values(self.part(".weight_scale").read_stored((slice_of(rows), ALL)))
@@ -72,8 +83,7 @@ class Fp4Matrix(GroupedMatrix):
         return Grid(scales)
 
     def groups(self, columns: range) -> torch.Tensor:
-        size = self.shape[1] // self.part(".weight_scale").shape[1]
-        return torch.arange(columns.start, columns.stop) // size
+        return torch.arange(columns.start, columns.stop) // self._columns_per_group
 
 
 class Mxfp4Experts:
@@ -117,14 +127,11 @@ class _Mxfp4Expert(GroupedMatrix):
         """Returns the matrix of another expert."""
         return _Mxfp4Expert(self.name, self.method, self.parts, expert)
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        blocks, scales = self.part("_blocks").shape, self.part("_scales").shape
-        if len(blocks) != 4 or blocks[3] != BLOCK // 2 or blocks[:3] != scales:
-            raise self.refuse(
-                f"has blocks of the shape {list(blocks)}, but scales of the shape {list(scales)}"
-            )
-        return blocks[1], blocks[2] * BLOCK
+    def find_shape(self) -> tuple[int, int]:
+        octets = BLOCK // 2
+        experts, rows, groups, _ = self.checked("_blocks", PACKED, None, None, None, octets).shape
+        self.checked("_scales", PACKED, experts, rows, groups)
+        return rows, groups * BLOCK
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         here = self._expert, slice_of(rows), slice_of(columns, BLOCK), ALL

@@ -1,6 +1,6 @@
 """Floats of 8 bits with a scale for the matrix, each row, or each block.
 
-    weight            [out, in] E4M3 or E5M2
+    weight            [out, in] E4M3 or E5M2, or signed integers
     weight_scale      one number, [out], [out, 1], or a grid of blocks [out / b0, in / b1]; a name
                       that ends with `_inv` also holds factors. E8M0 scales are powers of two.
 
@@ -10,19 +10,28 @@ row); compressed-tensors and modelopt use the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from swell.worker.checkpoint.checkpoint import StoredTensor
-from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.quantization.grouped_matrix import (
+    SCALES,
+    ZEROS,
+    Grid,
+    GroupedMatrix,
+    Parts,
+    slice_of,
+)
 from swell.worker.quantization.packing import scale_values
 from swell.worker.quantization.scheme import Scheme, block_size, refuse_values
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
 INTEGERS = ("I8",)
+BLOCKS = ((1, 32), (128, 128))
+"""The blocks of modelopt, which does not declare them, in addition to rows and the matrix."""
 
 
 class Fp8(Scheme):
@@ -49,22 +58,17 @@ class ScaledMatrix(GroupedMatrix):
         super().__init__(name, method, parts)
         self._block = block
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        weight = self.part(".weight")
-        if weight.stored_type not in (*FLOATS, *INTEGERS):
-            raise self.refuse(f"has a scale, but its numbers have the type {weight.stored_type}")
-        if len(weight.shape) != 2:
-            raise self.refuse(f"has the shape {list(weight.shape)}, which is not a matrix")
-        return weight.shape
+    def find_shape(self) -> tuple[int, int]:
+        rows, columns = self.checked(".weight", (*FLOATS, *INTEGERS), None, None).shape
+        return rows, columns
 
     @property
     def bits(self) -> int | None:  # type: ignore[override]
         return 8 if self.part(".weight").stored_type in INTEGERS else None
 
     @property
-    def group_size(self) -> int:  # type: ignore[override]
-        return self._block_size[1]
+    def group_size(self) -> int | None:  # type: ignore[override]
+        return self._block_size[1] if self._order is None else None
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         return self.part(".weight").read_stored((slice_of(rows), slice_of(columns)))
@@ -74,43 +78,57 @@ class ScaledMatrix(GroupedMatrix):
         at = torch.arange(rows.start, rows.stop) // block_rows
         if ".weight_zero_point" not in self.parts:
             return Grid(scales.index_select(0, at))
-        zeros = self._as_grid(self.part(".weight_zero_point").read_whole().to(torch.float32))
-        return Grid(scales.index_select(0, at), zeros.index_select(0, at))
+        return Grid(scales.index_select(0, at), self._zeros.index_select(0, at))
 
     def groups(self, columns: range) -> torch.Tensor:
+        if self._order is not None:
+            return self._order[slice_of(columns)]
         return torch.arange(columns.start, columns.stop) // self._block_size[1]
 
     @cached_property
     def _scales(self) -> torch.Tensor:
         """[grid rows, grid columns] float32"""
         suffix = ".weight_scale_inv" if ".weight_scale_inv" in self.parts else ".weight_scale"
-        return self._as_grid(scale_values(self.part(suffix).read_whole()))
+        return scale_values(self._grid_of(suffix, SCALES))
 
-    def _as_grid(self, values: torch.Tensor) -> torch.Tensor:
-        if values.dim() == 4:  # modelopt: [out / b0, 1, in / b1, 1]
-            values = values.squeeze(3).squeeze(1)
-        if values.numel() == 1 or values.dim() == 1:
-            values = values.reshape(-1, 1)
-        if values.dim() != 2:
-            raise self.refuse(f"has scales of the shape {list(values.shape)}")
-        return values
+    @cached_property
+    def _zeros(self) -> torch.Tensor:
+        """Like `_scales`."""
+        zeros = self._grid_of(".weight_zero_point", ZEROS).to(torch.float32)
+        if zeros.shape != self._scales.shape:
+            raise self.refuse(
+                f"has zeros of the shape {list(zeros.shape)}, but scales of the shape "
+                f"{list(self._scales.shape)}"
+            )
+        return zeros
+
+    @cached_property
+    def _order(self) -> torch.Tensor | None:
+        """[in] the group of each column; None: groups are neighbours."""
+        if ".weight_g_idx" not in self.parts:
+            return None
+        return self.read_order(".weight_g_idx", self.shape[1], self._scales.shape[1])
+
+    def _grid_of(self, suffix: str, types: Collection[str]) -> torch.Tensor:
+        """Returns stored scales or zeros, [grid rows, grid columns]."""
+        stored = self.checked(suffix, types, *(None for _ in self.part(suffix).shape)).read_whole()
+        if stored.dim() == 4:  # modelopt: [out / b0, 1, in / b1, 1]
+            stored = stored.squeeze(3).squeeze(1)
+        if stored.numel() == 1 or stored.dim() == 1:
+            stored = stored.reshape(-1, 1)
+        if stored.dim() != 2:
+            raise self.refuse(f"has a tensor {suffix!r} of the shape {list(stored.shape)}")
+        return stored
 
     @cached_property
     def _block_size(self) -> tuple[int, int]:
         """The rows and columns that have one scale."""
-        counts, sizes = tuple(self._scales.shape), self.shape
-        declared = self._block or (0, 0)
-        rows, columns = (self._size(*each) for each in zip(sizes, counts, declared, strict=True))
-        return rows, columns
-
-    def _size(self, size: int, count: int, declared: int) -> int:
-        if count == 1:
-            return size
-        if declared and -(-size // declared) == count:
-            return declared
-        if size % count:
-            raise self.refuse(
-                f"has the shape {list(self.shape)}, but scales of the shape "
-                f"{list(self._scales.shape)}"
-            )
-        return size // count
+        (rows, columns), counts = self.shape, tuple(self._scales.shape)
+        found = [self._block] if self._block else [(rows, columns), (1, columns), *BLOCKS]
+        for block in found:
+            if counts == (-(-rows // block[0]), -(-columns // block[1])):
+                return block
+        raise self.refuse(
+            f"has the shape {[rows, columns]}, but scales of the shape {list(counts)}, for blocks "
+            f"of {' or '.join(f'{block[0]} x {block[1]}' for block in found)}"
+        )

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from swell.worker.checkpoint.checkpoint import StoredTensor
-from swell.worker.quantization.grouped_matrix import Grid, GroupedMatrix, Parts, slice_of
+from swell.worker.checkpoint.safetensors_files import FLOATS
+from swell.worker.quantization.grouped_matrix import (
+    INDICES,
+    WORDS,
+    Grid,
+    GroupedMatrix,
+    Parts,
+    slice_of,
+)
 from swell.worker.quantization.packing import unpack_integers
 from swell.worker.quantization.scheme import Scheme, integer, refuse_values
 
@@ -62,20 +70,11 @@ class GptqMatrix(GroupedMatrix):
         super().__init__(name, method, parts)
         self._declared = declared
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        qweight, scales = self.part(".qweight"), self.part(".scales")
-        if qweight.stored_type != "I32" or len(qweight.shape) != 2:
-            raise self.refuse(
-                f"has a qweight of type {qweight.stored_type} and shape {list(qweight.shape)}"
-            )
-        words, rows = qweight.shape
+    def find_shape(self) -> tuple[int, int]:
+        words, rows = self.checked(".qweight", WORDS, None, None).shape
+        groups = self.checked(".scales", FLOATS, None, rows).shape[0]
         columns = words * 32 // self.bits
-        if scales.shape[1] != rows or words * 32 != columns * self.bits:
-            raise self.refuse(
-                f"has a qweight of shape {list(qweight.shape)}, but scales of shape "
-                f"{list(scales.shape)}, for {self.bits} bits"
-            )
+        self.checked(".qzeros", WORDS, groups, -(-rows * self.bits // 32))
         return rows, columns
 
     @property
@@ -97,35 +96,52 @@ class GptqMatrix(GroupedMatrix):
         return Grid(scales.T.to(torch.float32), zeros.T.to(torch.float32))
 
     def groups(self, columns: range) -> torch.Tensor:
-        if ".g_idx" in self.parts:
-            return self.part(".g_idx").read_stored((slice_of(columns),)).long()
+        if self._order is not None:
+            return self._order[slice_of(columns)]
         return torch.arange(columns.start, columns.stop) // self._columns_per_group
 
     @cached_property
     def bits(self) -> int:  # type: ignore[override]
         """The bits of this matrix."""
         words, groups = self.part(".qweight").shape[0], self.part(".scales").shape[0]
-        size = self._declared.group_size
-        columns = groups * size if size > 0 else 0
-        if ".g_idx" in self.parts:
-            columns = self.part(".g_idx").shape[0]
-        found = words * 32 // columns if columns else self._declared.bits
-        if found not in BITS:
-            raise self.refuse(f"has {found} bits; only {', '.join(map(str, BITS))} are supported")
-        return found
+        declared, size = self._declared.bits, self._declared.group_size
+        has_order = ".g_idx" in self.parts
+        inputs = self.checked(".g_idx", INDICES, None).shape[0] if has_order else 0
+        for bits in sorted(BITS, key=lambda each: each != declared):
+            columns = words * 32 // bits
+            if has_order:
+                fits = columns == inputs
+            elif size > 0:
+                fits = -(-columns // size) == groups
+            else:
+                fits = bits == declared
+            if fits and columns * bits == words * 32:
+                return bits
+        of_inputs = f" and {inputs} inputs" if has_order else ""
+        raise self.refuse(
+            f"has {words} words for each output{of_inputs}, and {groups} groups of {size}, for "
+            f"which no number of bits fits (supported: {', '.join(map(str, BITS))})"
+        )
 
     @cached_property
     def group_size(self) -> int | None:  # type: ignore[override]
-        size = self._columns_per_group
-        if ".g_idx" in self.parts:
-            groups = self.part(".g_idx").read_whole()
-            if not torch.equal(groups.long(), torch.arange(len(groups)) // size):
-                return None
+        size, order = self._columns_per_group, self._order
+        if order is not None and not torch.equal(order, torch.arange(len(order)) // size):
+            return None
         return size
 
-    @property
+    @cached_property
+    def _order(self) -> torch.Tensor | None:
+        """[in] the group of each column; None: groups are neighbours."""
+        if ".g_idx" not in self.parts:
+            return None
+        return self.read_order(".g_idx", self.shape[1], self.part(".scales").shape[0])
+
+    @cached_property
     def _columns_per_group(self) -> int:
-        return -(-self.shape[1] // self.part(".scales").shape[0])
+        columns, count = self.shape[1], self.part(".scales").shape[0]
+        size = self._declared.group_size
+        return size if size > 0 and -(-columns // size) == count else -(-columns // count)
 
     @cached_property
     def _added(self) -> int:

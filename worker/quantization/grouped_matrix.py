@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from swell.kernels.weights.quantized import GROUPS, QuantizedTensor
-from swell.worker.checkpoint.checkpoint import Index
-from swell.worker.checkpoint.safetensors_files import SafetensorsTensor
+from swell.worker.checkpoint.checkpoint import DamagedCheckpoint, Index
+from swell.worker.checkpoint.safetensors_files import FLOATS, SafetensorsTensor
 
 Parts = Mapping[str, SafetensorsTensor]
 """Suffix of a stored tensor's name -> the tensor."""
 
+WORDS = ("I32",)
+"""Types of packed integers."""
+INDICES = ("I32", "I64")
+SCALES = (*FLOATS, "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8")
+ZEROS = (*SCALES, "I8", "I16", *INDICES)
+"""Types of zeros that are not packed."""
 KEPT_BITS = (4, 8)
 """Bits of integers with which products can be computed."""
 BLOCK_VALUES = 1 << 20
@@ -51,10 +59,16 @@ class GroupedMatrix(ABC):
     def __init__(self, name: str, method: str, parts: Parts) -> None:
         self.name, self.method, self.parts = name, method, parts
 
-    @property
-    @abstractmethod
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """out, in"""
+        with self._explained():
+            return self.find_shape()
+
+    @abstractmethod
+    def find_shape(self) -> tuple[int, int]:
+        """Returns out and in. Raises `DamagedCheckpoint` if the types and shapes of the stored
+        tensors do not belong together: the other methods rely on them."""
 
     @abstractmethod
     def levels(self, rows: range, columns: range) -> torch.Tensor:
@@ -78,24 +92,67 @@ class GroupedMatrix(ABC):
         return f"{self.method} matrix {self.name!r} in {str(self.file)!r}"
 
     def part(self, suffix: str) -> SafetensorsTensor:
-        """Returns a stored tensor. Raises `ValueError` if it is missing."""
+        """Returns a stored tensor. Raises `DamagedCheckpoint` if it is missing."""
         if suffix not in self.parts:
-            raise ValueError(
+            raise DamagedCheckpoint(
                 f"{self.description} lacks its tensor {suffix!r}; it has only "
                 f"{', '.join(sorted(self.parts))}; copy or download the files again"
             )
         return self.parts[suffix]
 
-    def refuse(self, why: str) -> ValueError:
+    def checked(self, suffix: str, types: Collection[str], *shape: int | None) -> SafetensorsTensor:
+        """Returns a stored tensor. Raises `DamagedCheckpoint` if it is missing, or has another type
+        or shape. None: any size but 0."""
+        tensor = self.part(suffix)
+        sizes = tensor.shape
+        fits = len(sizes) == len(shape) and all(
+            size == wanted if wanted is not None else size > 0
+            for size, wanted in zip(sizes, shape, strict=False)
+        )
+        if tensor.stored_type not in types or not fits:
+            expected = ", ".join("any" if each is None else str(each) for each in shape)
+            raise self.refuse(
+                f"has a tensor {suffix!r} of type {tensor.stored_type} and shape {list(sizes)}, "
+                f"but needs the type {' or '.join(types)} and the shape [{expected}]"
+            )
+        return tensor
+
+    def read_order(self, suffix: str, columns: int, groups: int) -> torch.Tensor | None:
+        """Returns the stored group of each column, [in] int64; None if all are -1: columns are not
+        ordered. Raises `DamagedCheckpoint` for a number that is not a group."""
+        order = self.checked(suffix, INDICES, columns).read_whole().long()
+        low, high = int(order.min()), int(order.max())
+        if low == high == -1:
+            return None
+        if low < 0 or high >= groups:
+            raise self.refuse(f"has {groups} groups, but its {suffix!r} has {low} to {high}")
+        return order
+
+    def refuse(self, why: str) -> DamagedCheckpoint:
         """Returns the error for stored tensors that do not make a matrix."""
-        return ValueError(
+        return DamagedCheckpoint(
             f"{self.description} {why}; copy or download the files again, or serve the checkpoint "
             "from which it was made"
         )
 
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns any error of stored tensors that were not checked into a refusal."""
+        try:
+            yield
+        except DamagedCheckpoint:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise self.refuse(f"cannot be read ({type(error).__name__}: {text})") from error
+
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         if not dtype.is_floating_point:
             raise ValueError(f"{self.description} is quantized, but the parameter is not a float")
+        with self._explained():
+            return self._read(index, dtype)
+
+    def _read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
         values = torch.empty(len(rows), len(columns), dtype=dtype)
         wide = _aligned(columns, self.unit[1], self.shape[1])
@@ -108,6 +165,10 @@ class GroupedMatrix(ABC):
         return values
 
     def read_quantized(self, index: Index) -> QuantizedTensor | None:
+        with self._explained():
+            return self._read_quantized(index)
+
+    def _read_quantized(self, index: Index) -> QuantizedTensor | None:
         rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
         size, bits = self.group_size, self.bits
         if size is None or bits not in KEPT_BITS:

@@ -111,3 +111,18 @@ def test_blocks_of_fp8_equal_transformers(kind: torch.dtype) -> None:
         stored[".weight"], stored[".weight_scale_inv"], torch.float32
     )
     assert torch.equal(theirs, values)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("index", [False, True])
+def test_the_last_group_of_gptq_may_be_smaller(index: bool, bits: int, tmp_path: Path) -> None:
+    form = writers.Format(
+        {"quant_method": "gptq", "bits": bits, "group_size": 64, "sym": True},
+        lambda w: writers.gptq(w, bits=bits, group=64, index=index),
+    )
+    stored, values = form.write(matrix(128, 160))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert tensor.shape == (128, 160)
+        for index_of in ((ALL, ALL), (ALL, slice(60, 130))):
+            assert torch.equal(tensor.read(index_of, torch.float32), values[index_of])

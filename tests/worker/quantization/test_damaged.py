@@ -1,0 +1,139 @@
+"""Stored tensors that do not belong together are refused in one line that names the matrix. Any
+other error would end an engine that gets new weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from swell.configs.schema import ModelConfig
+from swell.worker.layers.linear import ReplicatedLinear
+from swell.worker.layers.packed_weight import Packing
+from swell.worker.layers.weight_shard import ALL, WeightShard
+from swell.worker.loader import load_weight_shards
+from swell.worker.quantization.grouped_matrix import GroupedMatrix
+from swell.worker.quantization.kept_integers import keep_integers
+from tests.worker.quantization import writers
+from tests.worker.quantization.test_schemes import NAME, matrix
+
+ROWS, COLUMNS = 128, 192
+GPT_OSS = writers.Format({"quant_method": "mxfp4"}, writers.gpt_oss, ())
+FORMATS = {**writers.FORMATS, "gpt-oss": GPT_OSS}
+INDICES = {
+    "gptq-asymmetric-ordered": ".g_idx",
+    "ct-w4a16-ordered": ".weight_g_idx",
+}
+
+
+def stored(name: str) -> dict[str, Tensor]:
+    shape = (3, 96, 64) if name == "gpt-oss" else (ROWS, COLUMNS)
+    return FORMATS[name].write(matrix(*shape, seed=name))[0]
+
+
+def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "another type", tensor.to(torch.bool)
+    if not tensor.is_floating_point() and tensor.element_size() == 4 and tensor.dim() == 2:
+        yield "wider integers", tensor.long()
+    yield "empty", tensor.new_empty((0,) * max(1, tensor.dim()))
+    if tensor.numel() == 1:
+        yield "several", tensor.reshape(1).expand(3)
+        return
+    if tensor.shape[1:] != (1,):  # otherwise these are scales of the matrix or of each row, too
+        yield "no dimension", tensor.flatten()[0]
+        yield "flat", tensor.flatten() if tensor.dim() > 1 else tensor.unsqueeze(0)
+    yield "one more dimension", tensor.unsqueeze(0)
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            yield f"without the last of dimension {dim}", tensor.narrow(dim, 0, size - 1)
+            yield f"half of dimension {dim}", tensor.narrow(dim, 0, size // 2)
+            yield f"none of dimension {dim}", tensor.narrow(dim, 0, 0)
+        yield (
+            f"twice in dimension {dim}",
+            torch.cat([tensor.byte(), tensor.byte()], dim).to(tensor.dtype),
+        )
+
+
+def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: bool) -> Tensor:
+    """Loads a matrix as a worker does."""
+    tensors = {NAME + suffix: part.contiguous() for suffix, part in parts.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"quantization_config": form.config}))
+    if form is GPT_OSS:
+        target = torch.zeros(3, 96, 64)
+        shard = WeightShard(NAME, target, (ALL, ALL, ALL), (3, 96, 64))
+        load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)))
+        return target
+    model = nn.Sequential(ReplicatedLinear(COLUMNS, ROWS, bias=False))
+    target = model[0].weight.data
+    shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
+    keeping = partial(keep_integers, model, Packing(keeps_integers=True)) if keep else None
+    load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), keep=keeping)
+    return target
+
+
+def refuse(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: bool) -> str:
+    """Returns '' if the matrix is refused in one line that names it, otherwise what happens."""
+    try:
+        read(folder, form, parts, keep)
+    except ValueError as error:
+        text = str(error)
+        return "" if NAME in text and "\n" not in text else f"ValueError: {text}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_tensors_are_refused(name: str, keep: bool, tmp_path: Path) -> None:
+    form, parts = FORMATS[name], stored(name)
+    read(tmp_path, form, parts, keep)
+    found = {
+        (suffix, damage): refuse(tmp_path, form, {**parts, suffix: damaged}, keep)
+        for suffix, tensor in parts.items()
+        for damage, damaged in damages(tensor)
+    }
+    assert len(found) >= 8
+    assert {case: what for case, what in found.items() if what} == {}
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("number", [-2, -1, 6, 99, 2**31 - 1])
+@pytest.mark.parametrize("name", INDICES)
+def test_groups_that_a_matrix_lacks_are_refused(
+    name: str, number: int, keep: bool, tmp_path: Path
+) -> None:
+    parts = stored(name)
+    groups = parts[INDICES[name]].clone()
+    groups[100] = number
+    parts[INDICES[name]] = groups
+    assert refuse(tmp_path, FORMATS[name], parts, keep) == ""
+
+
+def test_a_shape_that_the_numbers_do_not_have(tmp_path: Path) -> None:
+    parts = stored("ct-w4a16")
+    for shape in ([ROWS, COLUMNS + 1], [ROWS, -1], [-1, COLUMNS], [2**62, 2**62], [0, 0]):
+        parts[".weight_shape"] = torch.tensor(shape)
+        assert refuse(tmp_path, FORMATS["ct-w4a16"], parts, keep=False) == ""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, TypeError, ValueError, MemoryError])
+@pytest.mark.parametrize("method", ["find_shape", "levels", "grid", "groups"])
+def test_any_other_error_of_reading_is_a_refusal(
+    method: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swell.worker.quantization.gptq import GptqMatrix
+
+    def fail(*_: object) -> None:
+        raise error("of several\nlines")
+
+    assert issubclass(GptqMatrix, GroupedMatrix)
+    monkeypatch.setattr(GptqMatrix, method, fail)
+    assert refuse(tmp_path, FORMATS["gptq"], stored("gptq"), keep=False) == ""
