@@ -20,8 +20,8 @@ BEFORE, AFTER = 2, 3
 """The targets before and after the change."""
 CHANGE_TURNS = (2, 1, 2)
 """The calls of a change: who leads, the write, and who leads."""
-TAKE_OVER_CALLS = 10
-"""At least as many calls of the store as a take-over makes."""
+TAKE_OVER_CALLS = 11
+"""The number of calls of the store that an undisturbed take-over makes."""
 
 
 class TurnRay(FakeRay):
@@ -52,6 +52,11 @@ class TurnRay(FakeRay):
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
         await self._turn()
         return await super().kv_keys(prefix)
+
+    async def kv_delete(self, prefix: bytes) -> None:
+        await self._turn()
+        for key in [key for key in self.kv if key.startswith(prefix)]:
+            del self.kv[key]
 
 
 def writer(ray: FakeRay) -> CheckpointWriter:
@@ -110,3 +115,17 @@ def test_an_accepted_change_is_found_by_every_later_manager() -> None:
     lost, num_accepted = asyncio.run(try_all())
     assert not lost
     assert num_accepted, "a change is accepted unless another manager takes over before"
+
+
+def test_the_orders_contain_every_call_of_a_take_over() -> None:
+    async def calls_made() -> int:
+        kv: dict[bytes, bytes] = {}
+        await take_over(writer(TurnRay(kv, waits=False)))
+        other, calls = TurnRay(kv), 0
+        successor = asyncio.create_task(take_over(writer(other)))
+        while not successor.done():
+            await other.give_turn()
+            calls += 1
+        return calls
+
+    assert asyncio.run(calls_made()) == TAKE_OVER_CALLS
