@@ -20,6 +20,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
+from swell.coordinator.roster import Member
 from swell.coordinator.transport.runtime import Runtime
 from swell.coordinator.wire import EngineReport
 
@@ -234,6 +235,9 @@ class Fleet:
         """Add engines to the roster. Returns why the others did not join, by rank; the group forms
         without them. An engine that dies meanwhile is removed."""
 
+        def members() -> list[Member]:
+            return [handle.member for handle in handles]
+
         def dead() -> dict[int, str]:
             return {
                 handle.rank: f"it terminated before it joined: {handle.ended}"
@@ -244,7 +248,6 @@ class Fleet:
         try:
             with self.transition(handles):
                 ended = {self.ended[each.rank] for each in handles if each.rank in self.ended}
-                members = [each.member for each in handles]
                 refused = await self._coordinator.join(members, ended, dead)
         except Exception as error:
             return {handle.rank: error for handle in handles}

@@ -108,23 +108,28 @@ class CoordinatorHandle:
         return result
 
     async def join(
-        self, members: list[Member], ended: Collection[int], dead: Callable[[], dict[int, str]]
+        self,
+        members: Callable[[], list[Member]],
+        ended: Collection[int],
+        dead: Callable[[], dict[int, str]],
     ) -> dict[int, str]:
         """Add members, and remove earlier incarnations of their ranks: those that the coordinator
-        lists, and `ended`, which it may list later. `dead`: returns the members that have
+        lists, and `ended`, which it may list later. `members`: returns them as they are now: one
+        that begins to leave meanwhile joins as a leaving one. `dead`: returns the members that have
         terminated, with the reason, by rank; they are not added. Returns when each member is in the
         roster or has been refused: why, by rank. If the coordinator is lost meanwhile, they join
         its successor. Like all methods that change the roster, raises NotLeading if a manager other
         than this one leads."""
-        limit_s, ranks = self._config.cluster.start_timeout_s, [member.rank for member in members]
-        own = {member.incarnation for member in members}
+        limit_s = self._config.cluster.start_timeout_s
+        ranks = [member.rank for member in members()]
+        own = {member.incarnation for member in members()}
 
         async def join_now() -> JoinResult:
             # A coordinator that restarts lists every engine that reports to it, also one that is
             # about to end, or that an earlier manager has ended.
             roster = (await self.view()).roster
             terminated = dead()  # the last moment: nobody removes a member that dies before
-            living = [member for member in members if member.rank not in terminated]
+            living = [member for member in members() if member.rank not in terminated]
             if not living:
                 return JoinResult(roster, terminated)
             listed = {found.incarnation for rank in ranks if (found := roster.find(rank))}

@@ -138,11 +138,14 @@ class FakeCoordinator:
         return await self.membership()
 
     async def join(
-        self, members: list[Member], ended: Collection[int], dead: Callable[[], dict[int, str]]
+        self,
+        members: Callable[[], list[Member]],
+        ended: Collection[int],
+        dead: Callable[[], dict[int, str]],
     ) -> dict[int, str]:
         terminated = dead()
-        members = [member for member in members if member.rank not in terminated]
-        return terminated | (await self._join(members) if members else {})
+        living = [member for member in members() if member.rank not in terminated]
+        return terminated | (await self._join(living) if living else {})
 
     async def _join(self, members: list[Member]) -> dict[int, str]:
         ranks = [member.rank for member in members]

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 
+from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.engines.fleet import Fleet
+from swell.cluster.control.engines.placement import Placement
+from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.ray.actor_errors import ActorDied
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.configs.schema import load
 from swell.coordinator.manager_state import ManagerId
-from swell.coordinator.roster import Member, Roster
+from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.state_machine import JoinResult
 from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
+from tests.cluster.control.engines.test_placement import ready_answer
 from tests.cluster.control.fake_manager import FakeCheckpointStore, VirtualTimeLoop
 from tests.cluster.control.ray.fake_ray import FakeRay
 
@@ -175,6 +181,11 @@ def test_a_manager_without_a_connection_to_ray_kills_no_coordinator() -> None:
         loop.close()
 
 
+async def leads() -> bool:
+    """Lets this manager terminate engines."""
+    return True
+
+
 class LostActor(FakeRay):
     """An actor whose host is lost. The actor that `open` finds later answers."""
 
@@ -182,6 +193,7 @@ class LostActor(FakeRay):
         super().__init__()
         self.called: list[str] = []
         self.earlier: list[int] | None = None
+        self.joined: list[Member] = []
 
     async def _answer(self, actor: str, method: str, args: tuple[Any, ...]) -> Any:
         if method == "view":
@@ -192,7 +204,7 @@ class LostActor(FakeRay):
             listed = Member(1, ChannelAddress("m", "i", "t"), incarnation=31)
             return ClusterView(Roster(6, (listed,)))
         assert method == "join"
-        self.earlier = args[-1]
+        self.joined, self.earlier = args[0], args[-1]
         return JoinResult(Roster(7), {})
 
 
@@ -203,7 +215,7 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
         handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "lost"
         new = Member(1, ChannelAddress("m", "i", "t"), incarnation=32)
-        joining = asyncio.create_task(handle.join([new], [30, 32], dict))
+        joining = asyncio.create_task(handle.join(lambda: [new], [30, 32], dict))
         await asyncio.sleep(10.0)
         handle._actor = "found"
         assert await joining == {}
@@ -212,7 +224,40 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
 
         handle._actor = "lost"
         with pytest.raises(ActorDied):
-            await handle.join([new], [], dict)
+            await handle.join(lambda: [new], [], dict)
+
+    loop = VirtualTimeLoop()
+    try:
+        loop.run_until_complete(scenario())
+    finally:
+        loop.close()
+
+
+def test_an_engine_that_begins_to_leave_joins_a_successor_as_leaving() -> None:
+    """The coordinator is lost before it answers, and its successor does not know that the engine
+    was told to leave."""
+
+    async def scenario() -> None:
+        ray = LostActor()
+        config, checkpoints = load({"model": {"path": "m"}}), FakeCheckpointStore("c")
+        coordinator = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
+        fleet = Fleet(
+            config.cluster,
+            coordinator,
+            Placement(config, "swell", coordinator, ray, ThreadRuntime(), leads),
+            ThreadRuntime(),
+            lambda *_: None,
+            on_change=lambda: None,
+        )
+        coordinator._actor = "lost"
+        handle = EngineHandle(1, "engine", ready=ready_answer(1, 32))
+        joining = asyncio.create_task(fleet.join([handle]))
+        await asyncio.sleep(10.0)
+        handle.intent = Intent.LEAVE
+        coordinator._actor = "found"
+        assert await joining == {}
+        (member,) = ray.joined
+        assert member.rank == 1 and member.state is MemberState.LEAVING
 
     loop = VirtualTimeLoop()
     try:
@@ -230,7 +275,7 @@ def test_an_engine_that_dies_before_its_join_is_sent_does_not_join() -> None:
         handle = CoordinatorHandle(config, "swell", checkpoints, ray, ManagerId)
         handle._actor = "found"
         new = Member(1, ChannelAddress("m", "i", "t"), incarnation=32)
-        joining = asyncio.create_task(handle.join([new], [], lambda: dead))
+        joining = asyncio.create_task(handle.join(lambda: [new], [], lambda: dead))
         await asyncio.sleep(0.0)
         dead[1] = "it died"
         assert await joining == {1: "it died"}
