@@ -344,14 +344,20 @@ class Placement:
 
     async def end(self, handle: EngineHandle) -> None:
         """Stop an engine, kill what does not stop, and free its resources. Do nothing if another
-        manager has adopted it."""
+        manager has adopted it. If cancelled, leave an engine that may live to the collector of
+        orphans: a manager is cancelled when it learns of its successor."""
         _cancel_watcher(handle)
-        may_destroy = True
         try:
             may_destroy = await self._stop(handle)
-        finally:
-            if may_destroy:
+        except BaseException:
+            if handle.ended is None:
+                self._known.discard(handle.name)
+                self.orphans.suspect(f"engine {handle.rank} may not have stopped")
+            else:
                 await self._destroy(handle)
+            raise
+        if may_destroy:
+            await self._destroy(handle)
 
     async def _stop(self, handle: EngineHandle) -> bool:
         """Stop an engine. Returns whether this manager may kill its processes. Another manager may
@@ -386,10 +392,11 @@ class Placement:
             await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
-        """Terminate these engines, and parts of them that Ray is still creating."""
+        """Terminate these engines, and then everything else with a name of this cluster: parts that
+        Ray is still creating, and engines whose end was cancelled."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
-        if not self.orphans.is_done:
-            await self.orphans.collect()
+        self._known.clear()
+        await self.orphans.collect()
 
     async def _destroy(self, handle: EngineHandle) -> None:
         """Kill the actor and remove the group: orphans from now on if Ray does not confirm."""

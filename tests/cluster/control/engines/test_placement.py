@@ -376,3 +376,58 @@ def test_an_engine_that_another_manager_has_adopted_is_not_ended(
         assert len(asked) == isinstance(answer, ActorUnavailable)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_cancelled_stop_does_not_end_an_engine_that_another_manager_has_adopted(
+    table: Table, monkeypatch: pytest.MonkeyPatch, is_adopted: bool, has_ended: bool
+) -> None:
+    """The engine has not answered the stop when its manager is cancelled. It refuses the stop if it
+    was adopted. Otherwise the collector terminates it, if this manager leads."""
+    stopping = asyncio.Event()
+
+    async def no_answer(_actor: str, method: str, _args: tuple[Any, ...]) -> None:
+        assert method == "stop"
+        stopping.set()
+        await asyncio.Event().wait()
+
+    async def leads() -> bool:
+        return not is_adopted
+
+    async def scenario() -> None:
+        monkeypatch.setattr(table, "_answer", no_answer)
+        ours = Placement(
+            VERSION.config,
+            "swell-app",
+            FakeCoordinator(),  # type: ignore[arg-type]
+            table,
+            ThreadRuntime(),
+            leads,
+        )
+        handle = ours.plan(0, VERSION)
+        handle.actor = handle.group = table.engine(0, handle.name.rpartition("-")[2], None)
+        ending = asyncio.create_task(ours.end(handle))
+        await stopping.wait()
+        handle.ended = "its process ended" if has_ended else None
+        ending.cancel()
+        await asyncio.wait({ending})
+        assert ending.cancelled()
+        assert (handle.name in table.ended) is has_ended
+        await ours.close([])
+        assert (handle.name in table.ended) is (has_ended or not is_adopted)
+
+    asyncio.run(scenario())
+
+
+def test_close_ends_every_engine_that_was_placed(table: Table) -> None:
+    """The manager may have been cancelled before it called `end`."""
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        handle = ours.plan(0, VERSION)
+        table.engine(0, handle.name.rpartition("-")[2], None)
+        await ours.close([])
+        assert not table.actors and not table.reserved
+
+    asyncio.run(scenario())
