@@ -10,9 +10,8 @@
 #include <climits>
 #include <ctime>
 
-#include <cerrno>
-#include <csignal>
 #include <linux/futex.h>
+#include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -21,7 +20,7 @@
 namespace {
 
 constexpr int64_t kLine = 64;       // bytes of a cache line: ranks do not write to the same one
-constexpr int kSpins = 4000;        // some 50 us, longer than a peer usually needs
+constexpr int kSpins = 4000;        // some 100 us, longer than a peer usually needs
 constexpr int64_t kLookNs = 50000000;  // how often a waiting rank looks for lost peers
 
 enum Failure : int64_t { kNone = 0, kAborted = 1, kLost = 2, kLate = 3 };
@@ -58,7 +57,7 @@ void sleep_on(Counter* counter, uint32_t seen) {
 
 struct Exchange {
   uint8_t* region;
-  const int64_t* pids;  // of each rank
+  const int64_t* processes;  // of each rank: a descriptor, readable once the process has ended
   int64_t rank, ranks, slot_bytes, timeout_ns;
   int64_t step;
   int64_t failure;   // a Failure; the following operations do nothing
@@ -80,6 +79,11 @@ uint8_t* slot(const Exchange* x, int64_t rank) {
   return x->region + start + (rank * 2 + (x->step & 1)) * x->slot_bytes;
 }
 
+bool has_ended(int64_t process) {
+  pollfd descriptor{int(process), POLLIN, 0};
+  return poll(&descriptor, 1, 0) > 0;
+}
+
 bool has_arrived(uint32_t value, uint32_t step) { return int32_t(value - step) >= 0; }
 
 // Waits until a rank has arrived at this step. Returns false, and notes the failure, if it does not.
@@ -97,13 +101,15 @@ bool wait_for(Exchange* x, int64_t rank) {
     const uint32_t value = counter->value.load();
     arrived = has_arrived(value, step);
     if (arrived) break;
-    x->failure = aborted(x)->load() ? kAborted : now_ns() > deadline ? kLate : kNone;
-    if (!x->failure && kill(pid_t(x->pids[rank]), 0) && errno == ESRCH) {
-      arrived = has_arrived(counter->value.load(), step);  // it may have arrived and then ended
-      if (arrived) break;
-      x->failure = kLost;
+    const Failure failure = aborted(x)->load()            ? kAborted
+                            : has_ended(x->processes[rank]) ? kLost
+                            : now_ns() > deadline           ? kLate
+                                                            : kNone;
+    if (failure) {
+      arrived = has_arrived(counter->value.load(), step);  // it may have arrived and then left
+      if (!arrived) x->failure = failure;
+      break;
     }
-    if (x->failure) break;
     sleep_on(counter, value);
   }
   counter->sleepers.fetch_sub(1);

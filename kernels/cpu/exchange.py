@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +22,7 @@ class _Exchange(ctypes.Structure):
 
     _fields_ = [
         ("region", POINTER),
-        ("pids", POINTER),
+        ("processes", POINTER),
         *((name, INT) for name in ("rank", "ranks", "slot_bytes", "timeout_ns")),
         *((name, INT) for name in ("step", "failure", "lost")),
     ]
@@ -58,30 +57,39 @@ class Exchange:
     """One rank's view of the shared memory of a group. Only one thread may exchange; any thread may
     abort."""
 
-    def __init__(self, region: mmap.mmap, rank: int, pids: Sequence[int], timeout_s: float) -> None:
-        """`region`: `region_bytes` bytes, which were zero before the first rank used them; `pids`:
-        the process of each rank."""
+    def __init__(
+        self, region: mmap.mmap, rank: int, processes: Sequence[int], timeout_s: float
+    ) -> None:
+        """`region`: `region_bytes` bytes, which were zero before the first rank used them;
+        `processes`: a descriptor of each rank's process (`os.pidfd_open`)."""
         self._region = (ctypes.c_char * len(region)).from_buffer(region)
-        self._pids = (INT * len(pids))(*pids)
-        self._timeout_s = timeout_s
+        self._processes = (INT * len(processes))(*processes)
         self._state = _Exchange(
             region=ctypes.addressof(self._region),
-            pids=ctypes.addressof(self._pids),
+            processes=ctypes.addressof(self._processes),
             rank=rank,
-            ranks=len(pids),
+            ranks=len(processes),
             slot_bytes=SLOT_BYTES,
-            timeout_ns=int(timeout_s * 1e9),
         )
+        self.timeout_s = timeout_s
         self._address = ctypes.addressof(self._state)
         self._abort = library().swell_abort_exchange
         self._abort.argtypes, self._abort.restype = [POINTER], None
-        self._lock = threading.Lock()
+
+    @property
+    def timeout_s(self) -> float:
+        """How long an operation waits for a rank, in seconds."""
+        return float(self._state.timeout_ns / 1e9)
+
+    @timeout_s.setter
+    def timeout_s(self, timeout_s: float) -> None:
+        self._state.timeout_ns = int(timeout_s * 1e9)
 
     @property
     def failure(self) -> str:
         """The reason why the last operation failed; '' if it did not. Later ones do nothing."""
         text = _FAILURES.get(self._state.failure, "")
-        return text.format(self._state.lost, self._timeout_s)
+        return text.format(self._state.lost, self.timeout_s)
 
     def all_reduce(self, x: Tensor) -> bool:
         """Sums x [..., size] over the ranks, in place and in float32, in rank order. Returns False

@@ -169,11 +169,11 @@ class _OnlyViews(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
+        if name not in _MAKERS and name not in _VIEWS:  # its inputs may be results: undefined
+            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
         result = func(*args, **(kwargs or {}))
         if name in _MAKERS:
             self.made.append(result)
-        elif name not in _VIEWS:
-            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
         return result
 
 

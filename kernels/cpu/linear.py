@@ -177,6 +177,8 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
 
 def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
+    if isinstance(weight, Tensor) and weight.dtype not in TYPES:
+        return reference.embedding_part(ids, weight, start)
     count = len(weight) if isinstance(weight, Tensor) else weight.out_features
     if ids.dtype != torch.int64 or not ids.is_contiguous():
         ids = ids.to(torch.int64).contiguous()

@@ -62,6 +62,8 @@ def connect(
                 absent = [peer for peer in range(size) if not keys.check(names[peer : peer + 1])]
                 when = "before it was aborted" if is_aborted else f"in {timeout_s:g} s"
                 raise PeersAbsent(f"ranks {absent} of {size} did not connect {when}", absent)
+        if aborted.is_set():
+            raise RuntimeError("it was aborted")
         return [
             secret.open(peer, topic, keys.get(name).decode()) for peer, name in enumerate(names)
         ]

@@ -19,13 +19,16 @@ from swell.worker.comm.gloo_sockets import (
     refuse_connections,
     shut_down_connections,
 )
-from swell.worker.comm.transport import Formation, PeersAbsent, Transport, check_members
+from swell.worker.comm.transport import (
+    CONNECT_S,
+    Formation,
+    PeersAbsent,
+    Transport,
+    check_members,
+)
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
-
-CONNECT_S = 20.0
-"""How long peers that have all published their addresses may take to connect, in seconds."""
 
 _PROBE_S = 0.5
 """How long the host of a peer may take to accept or refuse a connection, in seconds."""

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import (
 )
 
 from swell.configs.runtime.log import first_line
+from swell.kernels.graph import NotCapturableError
 from swell.worker.comm.transport import Transport
 
 
@@ -67,6 +68,11 @@ class Group(ABC):
     @abstractmethod
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         """Concatenates the ranks' tensors of equal shape along `dim` in rank order."""
+
+    @abstractmethod
+    def all_gather_columns(self, *columns: torch.Tensor) -> list[torch.Tensor]:
+        """Columns [S] of numbers that a float64 represents -> [S, size] each, in rank order, with
+        as few operations as possible."""
 
     @abstractmethod
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
@@ -135,6 +141,9 @@ class SoloGroup(Group):
 
     def all_gather(self, t: torch.Tensor, dim: int) -> torch.Tensor:
         return t
+
+    def all_gather_columns(self, *columns: torch.Tensor) -> list[torch.Tensor]:
+        return [column.unsqueeze(1) for column in columns]
 
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
         return t
@@ -249,6 +258,13 @@ class ProcessGroup(Group):
             return parts
         return parts.view(self.size, *t.shape).movedim(0, dim).reshape(shape)
 
+    def all_gather_columns(self, *columns: torch.Tensor) -> list[torch.Tensor]:
+        if self.uses_kernels:
+            return [self.all_gather(column.unsqueeze(1), 1) for column in columns]
+        whole = torch.stack([column.double() for column in columns]).unsqueeze(0)
+        parts = self.all_gather(whole, 0).unbind(1)  # [size, S] each
+        return [part.T.to(old.dtype) for part, old in zip(parts, columns, strict=True)]
+
     def reduce_scatter(self, t: torch.Tensor) -> torch.Tensor:
         if self._dry_run:
             return t[: len(t) // self.size].clone()
@@ -332,7 +348,7 @@ class ProcessGroup(Group):
     def _guard(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
         try:
             result = call(*args)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
+        except (torch.OutOfMemoryError, torch.AcceleratorError, NotCapturableError):
             raise  # this worker's own error: its peers are not to blame
         except RuntimeError as error:
             raise GroupError(f"group {self.name!r}: {operation}: {first_line(error)}") from error

@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +18,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 
 from swell.kernels.backends import BackendUnavailable
-from swell.worker.comm.transport import Formation, Transport, check_members
+from swell.worker.comm.transport import (
+    CONNECT_S,
+    POLL_S,
+    Formation,
+    Transport,
+    check_members,
+)
 
 if TYPE_CHECKING:
     from swell.kernels.cpu.exchange import Exchange
@@ -76,9 +83,10 @@ class SharedMemoryTransport(Transport):
 
     uses_kernels = True
 
-    def __init__(self, exchange: Exchange, rank: int, size: int) -> None:
-        super().__init__(_Backend(exchange, rank, size))
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, rank: int, processes: list[int]) -> None:
+        """`processes`: see `Exchange`; they are closed with the transport."""
+        super().__init__(_Backend(exchange, rank, len(processes)))
+        self._exchange, self._processes = exchange, processes
 
     @property
     def aborted(self) -> bool:
@@ -97,6 +105,7 @@ class SharedMemoryTransport(Transport):
 
     def close(self) -> None:
         self.abort()
+        _close(self._processes)
 
 
 def connect_shared_memory(formation: Formation) -> Transport | None:
@@ -108,15 +117,27 @@ def connect_shared_memory(formation: Formation) -> Transport | None:
         places = [_Place.parse(text) for text in texts if text]
         if len(places) < size or len({place.machine for place in places}) > 1:
             return None
-        region = _mapped(places[0], size)
-        opened = formation.exchange("opened", "no" if region is None else "yes")
+        region, processes = _mapped(places[0], size), _watched(places)
+        try:
+            has_opened = region is not None and len(processes) == size
+            opened = formation.exchange("opened", "yes" if has_opened else "no")
+        except BaseException:
+            _close(processes)
+            raise
     if region is None or "no" in opened:
+        _close(processes)
         return None
     from swell.kernels.cpu.exchange import Exchange
 
-    exchange = Exchange(region, rank, [place.pid for place in places], formation.timeout_s)
-    transport = SharedMemoryTransport(exchange, rank, size)
-    check_members(transport, formation)
+    exchange = Exchange(region, rank, processes, min(formation.timeout_s, CONNECT_S))
+    transport = SharedMemoryTransport(exchange, rank, processes)
+    try:
+        with _aborted_by(formation.aborted, transport):
+            check_members(transport, formation)
+    except BaseException:
+        transport.close()
+        raise
+    exchange.timeout_s = formation.timeout_s
     return transport
 
 
@@ -132,6 +153,41 @@ class _Place(NamedTuple):
     def parse(cls, text: str) -> _Place:
         machine, pid, descriptor = text.split()
         return cls(machine, int(pid), int(descriptor))
+
+
+def _watched(places: Sequence[_Place]) -> list[int]:
+    """Returns a descriptor of each process; fewer if this is not possible."""
+    found: list[int] = []
+    with suppress(OSError):
+        for place in places:
+            found.append(os.pidfd_open(place.pid))
+    return found
+
+
+def _close(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+@contextmanager
+def _aborted_by(event: threading.Event, transport: Transport) -> Iterator[None]:
+    """In this context the transport is aborted when the event is set: the group does not have it
+    yet."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(POLL_S):
+            if event.is_set():
+                transport.abort()
+                return
+
+    thread = threading.Thread(target=watch, name="forming", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _machine() -> str:

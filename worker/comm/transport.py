@@ -22,6 +22,9 @@ from swell.worker.comm.group_secret import TOKEN_BYTES, GroupSecret
 
 T = TypeVar("T")
 
+CONNECT_S = 20.0
+"""How long peers that have all published their addresses may take to connect, in seconds."""
+
 POLL_S = 0.01
 """How often a rank that forms a group polls for its peers and for an abort, in seconds."""
 

@@ -95,7 +95,6 @@ class ParallelLMHead(_VocabRows):
         else:
             values = torch.full((len(hidden),), -torch.inf, device=hidden.device)
             which = torch.zeros_like(values, dtype=torch.int64)
-        values = self.group.all_gather(values.unsqueeze(1), 1)
-        which = self.group.all_gather(which.unsqueeze(1), 1)
+        values, which = self.group.all_gather_columns(values, which)
         max_logits, tokens = pick_largest(values, which, self.rows)
         return tokens, max_logits

@@ -19,6 +19,7 @@ from swell.worker.comm import shared_memory_transport
 from swell.worker.comm.gloo_transport import GlooTransport
 from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.shared_memory_transport import SharedMemoryTransport
+from swell.worker.wire import GroupPlan
 from tests.worker.comm.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
@@ -29,8 +30,8 @@ def transport_of(mesh: Mesh) -> Any:
     return group._transport
 
 
-def build(ranks: int, rank: int, store: Any, timeout_s: float = 60) -> Mesh:
-    mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=timeout_s)
+def build(ranks: int, rank: int, store: Any) -> Mesh:
+    mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=60)
     assert isinstance(transport_of(mesh), SharedMemoryTransport)
     return mesh
 
@@ -111,7 +112,6 @@ def test_the_death_of_a_process_ends_the_operations_of_its_peers(lost: int) -> N
     for results, _ in pipes:
         assert results.poll(240) and results.recv() == "summed"
     workers[lost].kill()
-    workers[lost].join(60)  # until its parent knows of its end, a process exists
     results, _ = pipes[1 - lost]
     assert results.poll(60) and f"rank {lost} has ended" in results.recv()
     workers[1 - lost].join(60)
@@ -122,7 +122,8 @@ def test_a_rank_that_does_not_arrive_is_named_after_the_time_limit() -> None:
     store, done = dist.HashStore(), threading.Event()
 
     def work(rank: int) -> None:
-        mesh = build(3, rank, store, timeout_s=0.5)
+        mesh = build(3, rank, store)
+        transport_of(mesh)._exchange.timeout_s = 0.5
         if rank == 1:
             done.wait(60)
             return
@@ -186,3 +187,47 @@ def test_all_ranks_use_gloo_if_one_cannot_share_memory(
         return total
 
     assert in_threads(2, work) == [2, 2]
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+def test_an_abort_ends_the_forming_of_a_group(
+    monkeypatch: pytest.MonkeyPatch, is_waiting: bool
+) -> None:
+    """Rank 1 stops after it has opened the memory, and rank 0 waits for its token; or rank 0 is
+    aborted before it looks for what rank 1 has published."""
+    monkeypatch.setattr(shared_memory_transport, "CONNECT_S", 120.0)
+    real, mapped = shared_memory_transport.check_members, shared_memory_transport._mapped
+    store, done = dist.HashStore(), threading.Event()
+    meshes = [Mesh.build(ParallelConfig(tensor=2), rank) for rank in range(2)]
+
+    def stop_at_rank_1(transport: Any, formation: Any) -> None:
+        if formation.rank == 0:
+            threading.Timer(0.1, meshes[0].abort).start()
+            real(transport, formation)
+        done.wait(60)
+        raise RuntimeError("stopped")
+
+    def aborted_late(place: Any, size: int) -> Any:
+        region = mapped(place, size)
+        if threading.current_thread().name == "late":
+            time.sleep(0.3)
+            meshes[0].abort()
+        return region
+
+    monkeypatch.setattr(shared_memory_transport, "check_members", stop_at_rank_1)
+    if not is_waiting:
+        monkeypatch.setattr(shared_memory_transport, "_mapped", aborted_late)
+
+    def work(rank: int) -> float:
+        if rank == 0 and not is_waiting:
+            threading.current_thread().name = "late"
+        meshes[rank].begin(1)
+        before = time.monotonic()
+        with pytest.raises(GroupError):
+            meshes[rank].regroup(GroupPlan(1), store, None, 60)
+        if rank == 0:
+            done.set()
+        return time.monotonic() - before
+
+    took, _ = in_threads(2, work)
+    assert took < 50, "it has waited for the time limit"

@@ -106,6 +106,15 @@ def test_replayed_answers_of_tensor_parallel_workers_are_the_same_bit_for_bit(
     assert not replayed
 
 
+def test_tensor_parallel_workers_of_another_type_run_eagerly(tmp_path, replayed):
+    """A capture that fails must not read results of recorded operations, which are undefined."""
+    make(tmp_path, "llama-tied", vocab_size=321)
+    options = {"model.dtype": "float16", "parallel.tensor": 2}
+    found = answers(tmp_path, **options)
+    assert found == answers(tmp_path, **options, **{"model.enforce_eager": True})
+    assert not replayed
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, replayed, dtype):
     """Greedy tokens are the same with and without logits: for rows by themselves and next to a row

@@ -1,4 +1,4 @@
-"""What a file omits follows from its architecture."""
+"""Values that a file omits follow from its architecture."""
 
 from __future__ import annotations
 
