@@ -121,3 +121,26 @@ def test_an_engine_that_has_left_does_not_join_again() -> None:
     run.plane.on_roster.append(on_roster)
     assert run.judge().broken == []
     assert len(run.faults.happened) == 3 and len(gone) == 1 and not back
+
+
+def test_an_engine_that_has_loaded_other_weights_has_a_new_drain_time() -> None:
+    """Ray's GCS is away when the engine loads them, and is back for the next manager, which undoes
+    the update: the engine leaves again."""
+    updates = (3.9, 2), (9.3, 1), (10.8, 0)
+    redeploy = Operation(12.0, "redeploy", 2)
+    scenario = Scenario(
+        seed=0,
+        engines=2,
+        ingresses=1,
+        expert=False,
+        requests=(Request(7.8, 0, (31,), 176, 5),),
+        faults=(Fault("gcs-away", 10.1, time_s=17.0),),
+        operations=(*(Operation(at, "update_weights", number) for at, number in updates), redeploy),
+        step_s=SLOW_STEP_S,
+        rooms=(0, 2, 1),
+    )
+    run = Run(scenario)
+    left: list[list[int]] = []
+    run.plane.on_detach.append(left.append)
+    assert run.judge().broken == []
+    assert left.count([1]) == 3, "the engine left for each update, and for the one that is undone"

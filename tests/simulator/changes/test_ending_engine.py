@@ -113,6 +113,34 @@ def test_the_next_coordinator_does_not_keep_an_engine_that_waits_for_its_end(
     assert listed[-2:] == [[*range(target + 1)], [*range(target)]]
 
 
+def test_an_engine_with_a_cancelled_start_leaves_a_group_that_hangs() -> None:
+    """Ray's GCS is away when the start is cancelled, so the engine loads and never joins. The next
+    coordinator lists it, and its group can change only after an engine that hangs is removed."""
+    faults = (
+        Fault("hang", 3.3, 9),
+        Fault("gcs-away", 11.2, time_s=15.4),
+        Fault("kill-control", 27.0, 11),
+    )
+    operations = Operation(8.6, "scale", 4), Operation(11.4, "scale", 1)
+    scenario = Scenario(
+        seed=0,
+        engines=3,
+        ingresses=1,
+        expert=True,
+        requests=(),
+        faults=faults,
+        operations=operations,
+        control_host="host1",
+        rooms=(2, 2, 2),
+        slow_load_s=2.0,
+    )
+    run = Run(scenario)
+    listed: list[list[int]] = []
+    run.plane.on_roster.append(lambda before, after, kept: listed.append(after.ranks))
+    assert run.judge().broken == []
+    assert [0, 1, 2, 3] in listed and listed[-1] == [0]
+
+
 @pytest.mark.parametrize("expert", [False, True])
 def test_the_next_manager_ends_an_engine_that_hangs(expert: bool) -> None:
     requests = tuple(Request(3.5 + i / 4, 0, (1, 2, 3), 24, i) for i in range(12))

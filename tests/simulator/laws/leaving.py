@@ -35,6 +35,13 @@ def leaves(member: Member) -> bool:
     return will_leave or member.state is MemberState.LEAVING
 
 
+def _incarnation(handle: EngineHandle) -> int:
+    """Returns the incarnation of an engine. One that has loaded other weights has another one, and
+    its name is the same."""
+    assert handle.ready is not None
+    return handle.ready.incarnation
+
+
 class LeavingWatch:
     """Checks these laws. `look` must be called several times per virtual second."""
 
@@ -50,13 +57,14 @@ class LeavingWatch:
         """The incarnations that the coordinator has kept, with the same request."""
         self._manager: SimManager | None = None
         """The manager at the last look."""
-        self._is_stored: dict[str, bool] = {}
-        """For each leaving engine, by name: whether the record of its drain is stored."""
-        self._deadlines: dict[str, tuple[SimManager, int, float]] = {}
-        """When the drain time of each leaving engine ends, by name, with the manager and the number
-        of requests of operators at that time."""
-        self._restarted: dict[str, float] = {}
-        """When the drains of these engines started again, because no record was stored."""
+        self._is_stored: dict[int, bool] = {}
+        """For each leaving engine, by incarnation: whether the record of its drain is stored."""
+        self._deadlines: dict[int, tuple[SimManager, int, float]] = {}
+        """When the drain time of each leaving engine ends, by incarnation, with the manager and the
+        number of requests of operators at that time."""
+        self._restarted: dict[int, float] = {}
+        """When the drains of these engines started again, because no record was stored; by
+        incarnation."""
         plane.on_decided_keep.append(self._on_decided_keep)
         plane.on_keep.append(self._on_keep)
         self._named: set[str] = set()
@@ -143,14 +151,19 @@ class LeavingWatch:
         """Notes the drains that start again at a manager that has found no record of them."""
         manager = self._plane.manager
         fleet, stored = manager.manager._fleet, manager.manager._checkpoints._saved.drains
-        leaving = [handle for handle in fleet.engines.values() if handle.leaving]
+        engines = fleet.engines.values()
+        leaving = {_incarnation(handle): handle for handle in engines if handle.leaving}
         if manager is not self._manager:
             self._manager = manager
-            for handle in leaving:
-                if not self._is_stored.get(handle.name):
-                    self._restarted[handle.name] = self._plane.kernel.now
-        names = {record.name for record in stored}
-        self._is_stored = {handle.name: handle.name in names for handle in leaving}
+            for incarnation in leaving:
+                if not self._is_stored.get(incarnation):
+                    self._restarted[incarnation] = self._plane.kernel.now
+        known = {(record.name, record.next_version) for record in stored}
+        drains = {incarnation: handle.drain for incarnation, handle in leaving.items()}
+        self._is_stored = {
+            incarnation: drain is not None and (drain.name, drain.next_version) in known
+            for incarnation, drain in drains.items()
+        }
 
     def _look_at_drains(self, coordinator: SimCoordinator) -> None:
         """Checks that a leaving engine is detached soon after its last request, and soon after its
@@ -189,25 +202,26 @@ class LeavingWatch:
         for handle in plane.manager.manager._fleet.engines.values():
             if not handle.leaving:
                 continue
+            incarnation = _incarnation(handle)
             if not handle.is_marked:
-                if handle.name in before:
-                    self._deadlines[handle.name] = before[handle.name]
+                if incarnation in before:
+                    self._deadlines[incarnation] = before[incarnation]
                 continue
             ends_at = now + handle.leave_deadline_s - loop.time()
-            manager, num_begun, earlier = before.get(handle.name, (plane.manager, 0, ends_at))
+            manager, num_begun, earlier = before.get(incarnation, (plane.manager, 0, ends_at))
             is_continued = manager is not plane.manager and num_begun == operator.num_begun
-            is_continued = is_continued and handle.name not in self._restarted
+            is_continued = is_continued and incarnation not in self._restarted
             more_s = ends_at - max(now, earlier)
             if is_continued and more_s > _EXTENDED_S and not plane.scenario.autoscaled:
                 self._break(f"{handle.name} got {more_s:.1f} s more by a new manager")
-            self._deadlines[handle.name] = plane.manager, operator.num_begun, ends_at
+            self._deadlines[incarnation] = plane.manager, operator.num_begun, ends_at
 
     def _deadline(self, handle: EngineHandle, engine: SimEngine) -> float:
         now = self._plane.kernel.now
         since = max(
             self._watch.leaving.get(engine.process, now),
             self._plane.operator.changed_at,
-            self._restarted.get(handle.name, 0.0),
+            self._restarted.get(_incarnation(handle), 0.0),
         )
         return since + DRAIN_TIMEOUT_S / self._watch.slowest_clock
 

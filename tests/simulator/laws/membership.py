@@ -146,11 +146,15 @@ class MembershipWatch:
                 self._break(f"{engine.process.name} serves again, and nobody knows")
 
     def _look_at_unknown(self, members: dict[int, Member]) -> None:
-        """Checks that a member that the manager does not have is removed in time."""
-        handles = self._plane.manager.manager._fleet.handles
-        ours = {handle.ready.incarnation for handle in handles if handle.ready is not None}
+        """Checks that a member that the manager does not have is removed in time. The manager does
+        not know the incarnation of an engine whose start it has cancelled: `_look_at_ending` judges
+        the rank."""
+        fleet = self._plane.manager.manager._fleet
+        ours = {handle.ready.incarnation for handle in fleet.handles if handle.ready is not None}
+        starting = (handle for handle in fleet.starting.values() if handle.ready is None)
+        cancelled = {handle.rank for handle in starting if handle.leaving}
         for incarnation, member in members.items():
-            holds = incarnation not in ours
+            holds = incarnation not in ours and member.rank not in cancelled
             if self._is_over(("unknown", incarnation), _UNKNOWN_S, holds=holds):
                 self._break(f"the manager does not have the engine {member.rank} of the roster")
 
