@@ -184,7 +184,10 @@ def stored_equal(model_config: ModelConfig, one: str, other: str, dtype: torch.d
         parts = [
             (slice(row, min(row + step, shape[0])), *others) for row in range(0, shape[0], step)
         ]
-        return all(torch.equal(left.read(part, dtype), right.read(part, dtype)) for part in parts)
+        return all(
+            torch.equal(left.read(part, dtype).to(dtype), right.read(part, dtype).to(dtype))
+            for part in parts
+        )
 
 
 def stored_backend(model_config: ModelConfig) -> str:

@@ -19,8 +19,8 @@ class Uploads:
         self._copied = [torch.cuda.Event() for _ in range(_BUFFERS)] if self._is_gpu else []
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies a tensor of the host into one of the same shape and type on the device, on the
-        current stream. The source may change afterwards."""
+        """Copies a tensor of the host into one of the same shape on the device, and of any type, on
+        the current stream. The source may change afterwards."""
         if not self._is_gpu:
             target.copy_(source)
             return

@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.kernels.host.uploads import Uploads
 from swell.worker.checkpoint import checkpoint, safetensors_files
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config, max_positions, resolve_dtype
-from swell.worker.loader import load_weights
+from swell.worker.loader import load_weights, stored_equal
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 
@@ -296,3 +297,37 @@ def test_dtype_and_positions(folder: Path) -> None:
     assert max_positions(hf) == 256
     hf.rope_parameters = {**tiny_models.YARN, "factor": 8.0}
     assert max_positions(hf) == 512
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float64])
+def test_values_are_converted_while_they_are_copied(
+    stored: torch.dtype, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A conversion before the copy would write and read a large matrix once more."""
+    tensors = {name: t.to(stored) for name, t in load_file(folder / WEIGHTS).items()}
+    save_file(tensors, folder / WEIGHTS)
+    copied = []
+    copy = Uploads.copy
+
+    def record(self: Uploads, target: torch.Tensor, source: torch.Tensor) -> None:
+        copied.append(source.dtype)
+        copy(self, target, source)
+
+    monkeypatch.setattr(Uploads, "copy", record)
+    model, config = build(folder)
+    load_weights(model, config)
+    assert set(copied) == {stored}
+    stored_head = "lm_head.weight"
+    assert torch.equal(model.head.weight, tensors[stored_head].float())
+    assert stored_equal(config, stored_head, stored_head, torch.float32)
+
+
+def test_tensors_of_several_types_are_compared_as_parameters(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    tensors["one"] = tensors["lm_head.weight"].to(torch.bfloat16)
+    tensors["other"] = tensors["one"].float()
+    save_file(tensors, folder / WEIGHTS)
+    config = ModelConfig(path=str(folder))
+    assert stored_equal(config, "one", "other", torch.float32)
+    assert not stored_equal(config, "one", "lm_head.weight", torch.float32)
+    assert stored_equal(config, "one", "lm_head.weight", torch.bfloat16)

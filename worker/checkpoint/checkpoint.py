@@ -43,8 +43,10 @@ class StoredTensor(Protocol):
         """The parameter and its file, as the subject of an error."""
 
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a part, of type `dtype`, on the CPU. Raises `ValueError` if the values cannot be
-        represented in this type, or if this part cannot be read separately."""
+        """Returns a part for a parameter of type `dtype`, on the CPU: of this type, or of the type
+        in which it is stored, so that a copy into the parameter converts it once. Raises
+        `ValueError` if the values cannot be represented in `dtype`, or if this part cannot be read
+        separately."""
 
 
 @runtime_checkable

@@ -127,7 +127,7 @@ class SafetensorsTensor:
                 "not have its scales in a form that is supported; serve the checkpoint from which "
                 "it was made, in bfloat16, float16 or float32"
             )
-        return self.read_stored(index).to(dtype)
+        return self.read_stored(index)
 
     def read_stored(self, index: Index) -> torch.Tensor:
         """Returns a part, of the type in which it is stored."""
