@@ -175,8 +175,11 @@ class MoE(FeedForward, Packable):
     def make_expert(self) -> PlainExpert:
         """Returns uninitialized weights of one expert."""
         gate_up, down = self._expert_shapes
-        make = self.router.weight.data.new_empty
-        return make(gate_up), make(down)
+        dtype, device = self.router.weight.dtype, self.router.weight.device
+        return (
+            torch.empty(gate_up, dtype=dtype, device=device),
+            torch.empty(down, dtype=dtype, device=device),
+        )
 
     def pack(self, packing: Packing) -> None:
         assert packing.exact == self.mesh.exact, "experts that arrive later are packed like these"
@@ -194,10 +197,10 @@ class MoE(FeedForward, Packable):
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in the form in which it is used."""
-        data = self.router.weight.data
-        width = panel(data.device.type) or 1
+        weight = self.router.weight
+        width = panel(weight.device.type) or 1
         elements = (-(-outs // width) * width * ins for outs, ins in self._expert_shapes)
-        return sum(elements) * data.element_size()
+        return sum(elements) * weight.dtype.itemsize
 
     @property
     def _expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -13,10 +13,11 @@ from swell.cluster.local import LLM
 from swell.configs.schema import ModelConfig, load
 from swell.kernels.linear import panel
 from swell.kernels.weights.quantized import PackedQuantizedTensor
+from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import PackedWeight, Packing
 from swell.worker.worker import Worker
 from tests.worker.quantization import writers
-from tests.worker.quantization.copies import answers, answers_of, copies
+from tests.worker.quantization.copies import answers, answers_of, copies, is_projection
 
 pytestmark = [
     pytest.mark.slow,
@@ -100,6 +101,31 @@ def test_layers_with_several_forms_are_dequantized(tmp_path: Path) -> None:
     assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
     assert kept(quantized) == [4, 4]
     assert kept(quantized, **{"model.backend": "transformers"}) == [4] * 4
+
+
+def test_experts_have_the_type_of_the_model_beside_a_quantized_router(tmp_path: Path) -> None:
+    quantized, plain = copies(
+        tmp_path,
+        writers.FORMATS["gptq"],
+        "qwen3_moe",
+        lambda name, tensor: is_projection(name, tensor) or name.endswith("mlp.gate.weight"),
+        num_experts=8,
+        **SIZES,
+    )
+    found = []
+    for folder, settings in ((plain, ON_CPU), (quantized, KEEP)):
+        worker = Worker(load(str(folder), {"model.dtype": "float32", **settings}))
+        worker.load()
+        assert worker.model is not None
+        layers = [module for module in worker.model.modules() if isinstance(module, MoE)]
+        routers = [isinstance(layer.router.weight, PackedQuantizedTensor) for layer in layers]
+        assert routers == [settings is KEEP] * 2
+        found.append([(layer.expert_bytes, *layer.make_expert()) for layer in layers])
+    for (size, *parts), (kept_size, *kept_parts) in zip(*found, strict=True):
+        assert size == kept_size
+        assert [part.shape for part in parts] == [part.shape for part in kept_parts]
+        assert {part.dtype for part in kept_parts} == {torch.float32}
+    assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
 
 
 def test_bfloat16_heads_embeddings_and_new_weights(tmp_path: Path) -> None:
