@@ -133,7 +133,9 @@ def refuse_unquantizable(model: HoldsTensors, packing: Packing) -> None:
     if packing.bits is None:
         return
     for name, module in model.named_modules():
-        if not isinstance(module, PackedWeight) or module.quantized_bits(packing) is None:
+        if not isinstance(module, PackedWeight) or not module.may_be_packed:
+            continue
+        if module.quantized_bits(packing) is None:
             continue
         inputs = module.weight.shape[1]
         if inputs % GROUP:

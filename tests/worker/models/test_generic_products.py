@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.linear import PackedTensor, pack
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config
-from swell.worker.layers.packed_weight import PackedWeight, pack_weights
+from swell.worker.layers.packed_weight import (
+    PackedWeight,
+    Packing,
+    pack_weights,
+    refuse_unquantizable,
+)
 from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from swell.worker.models.generic_products import packing_unless_read, use_kernels
@@ -70,6 +76,27 @@ def test_weights_that_only_their_products_read_are_packed() -> None:
     assert isinstance(model.read.weight, Tensor) and model.read.weight is model.shares.weight
     torch.testing.assert_close(model(ids), expected)
     assert len(calls) == 3
+
+
+class ReadsAWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone, self.read = nn.Linear(32, 48), nn.Linear(48, 32)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(self.alone(x), self.read.weight)
+
+
+def test_only_weights_that_are_quantized_need_whole_groups() -> None:
+    """A weight of 48 inputs that the model reads stays plain."""
+    model = ReadsAWeight()
+    use_kernels(model)
+    with pytest.raises(ValueError, match="the matrix of read has 48 inputs"):
+        refuse_unquantizable(model, Packing(bits=8))
+    with packing_unless_read(model.modules()):
+        model(torch.zeros(1, 32))
+    refuse_unquantizable(model, Packing(bits=8))
 
 
 def loaded(folder: Path, family: str, backend: str, dtype: torch.dtype) -> Any:
