@@ -27,6 +27,9 @@ class _Exchange(ctypes.Structure):
         *((name, INT) for name in ("step", "failure", "lost")),
     ]
 
+    def set_timeout(self, timeout_s: float) -> None:
+        self.timeout_ns = int(timeout_s * 1e9)
+
 
 _FAILURES = {
     1: "a rank has left or aborted the group",
@@ -71,25 +74,20 @@ class Exchange:
             ranks=len(processes),
             slot_bytes=SLOT_BYTES,
         )
-        self.timeout_s = timeout_s
+        self.set_timeout(timeout_s)
         self._address = ctypes.addressof(self._state)
         self._abort = library().swell_abort_exchange
         self._abort.argtypes, self._abort.restype = [POINTER], None
 
-    @property
-    def timeout_s(self) -> float:
-        """How long an operation waits for a rank, in seconds."""
-        return float(self._state.timeout_ns / 1e9)
-
-    @timeout_s.setter
-    def timeout_s(self, timeout_s: float) -> None:
-        self._state.timeout_ns = int(timeout_s * 1e9)
+    def set_timeout(self, timeout_s: float) -> None:
+        """Sets how long an operation waits for a rank, in seconds."""
+        self._state.set_timeout(timeout_s)
 
     @property
     def failure(self) -> str:
         """The reason why the last operation failed; '' if it did not. Later ones do nothing."""
         text = _FAILURES.get(self._state.failure, "")
-        return text.format(self._state.lost, self.timeout_s)
+        return text.format(self._state.lost, self._state.timeout_ns / 1e9)
 
     def all_reduce(self, x: Tensor) -> bool:
         """Sums x [..., size] over the ranks, in place and in float32, in rank order. Returns False

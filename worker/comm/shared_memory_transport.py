@@ -137,7 +137,7 @@ def connect_shared_memory(formation: Formation) -> Transport | None:
     except BaseException:
         transport.close()
         raise
-    exchange.timeout_s = formation.timeout_s
+    exchange.set_timeout(formation.timeout_s)
     return transport
 
 

@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_arrive_is_named_after_the_time_limit() -> None:
 
     def work(rank: int) -> None:
         mesh = build(3, rank, store)
-        transport_of(mesh)._exchange.timeout_s = 0.5
+        transport_of(mesh)._exchange.set_timeout(0.5)
         if rank == 1:
             done.wait(60)
             return
