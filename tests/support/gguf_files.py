@@ -35,7 +35,8 @@ Tensors = Mapping[str, tuple[str, Sequence[int], bytes]]
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Tensors, version: int = 3) -> Path:
-    """Writes a file. An integer is written as uint32, and a list by the type of its first item."""
+    """Writes a file. An integer is written as uint32 if it fits, a list by the type of its first
+    item, and bytes as they are: the number of a type, and a value."""
     out = bytearray(b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(metadata)))
     for key, value in metadata.items():
         out += _string(key) + _typed(value)
@@ -73,10 +74,16 @@ def _typed(value: Any) -> bytes:
             + struct.pack("<Q", len(items))
             + b"".join(item[4:] for item in items)
         )
+    if isinstance(value, bytes):
+        return value
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
+    if isinstance(value, int) and not -(2**31) <= value < 2**32:
+        return struct.pack("<Iq", 11, value) if value < 0 else struct.pack("<IQ", 10, value)
     if isinstance(value, int):
         return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
+    if isinstance(value, float) and 1e38 < abs(value) < float("inf"):
+        return struct.pack("<Id", 12, value)
     if isinstance(value, float):
         return struct.pack("<If", 6, value)
     return struct.pack("<I", 8) + _string(value)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from swell.configs.files.gguf.header import GgufError, GgufFile
+from swell.configs.files.gguf.header import GgufError, GgufFile, shown
 from swell.configs.files.gguf.metadata import Metadata
 from swell.configs.files.gguf.rope import rope_parameters
 from swell.configs.files.gguf.tokenizer import Vocabulary, end_token_ids, token_id
@@ -19,12 +19,13 @@ _UNQUANTIZED = {"F32": "float32", "F16": "float16"}
 def architecture_of(file: GgufFile) -> str:
     """Returns the architecture. Raises GgufError for one that is not supported."""
     name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise GgufError(
-            f"{file.path}: the architecture {name!r} is not supported in a GGUF file (supported "
-            f"are {', '.join(ARCHITECTURES)}); serve the folder from which the file was made"
+            f"{file.path}: the architecture {shown(name)} is not supported in a GGUF file "
+            f"(supported are {', '.join(ARCHITECTURES)}); serve the folder from which the file was "
+            "made"
         )
-    return str(name)
+    return name
 
 
 def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
@@ -40,7 +41,7 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
     config: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "hidden_size": metadata.integer("embedding_length"),
-        "num_hidden_layers": metadata.integer("block_count"),
+        "num_hidden_layers": _layers(metadata),
         "num_attention_heads": metadata.integer("attention.head_count"),
         "max_position_embeddings": metadata.integer("context_length"),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
@@ -61,6 +62,23 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
             f"{config['head_dim']}, which is not supported"
         )
     return {**config, **ARCHITECTURES[architecture](metadata, config)}
+
+
+def _layers(metadata: Metadata) -> int:
+    """Returns the number of layers. Raises GgufError unless the tensors are those of as many."""
+    stated, file = metadata.integer("block_count"), metadata.file
+    found = {name.split(".", 2)[1] for name in file.tensors if name.startswith("blk.")}
+    if stated != len(found):
+        raise GgufError(
+            f"{file.path} is damaged: {metadata.architecture}.block_count={stated}, and its "
+            f"tensors are those of {len(found)} layers; copy it there again"
+        )
+    if found != {str(layer) for layer in range(stated)}:
+        raise GgufError(
+            f"{file.path} is damaged: its layers are not numbered from 0 to {stated - 1}; copy it "
+            "there again"
+        )
+    return stated
 
 
 def _dtype(file: GgufFile, architecture: str) -> str:
@@ -148,7 +166,7 @@ def _phi3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     original = metadata.integer(
         "rope.scaling.original_context_length", config["max_position_embeddings"]
     )
-    window = metadata.file.metadata.get("phi3.attention.sliding_window") or None
+    window = metadata.file.metadata.get("phi3.attention.sliding_window")
     return {
         "model_type": "phi3",
         "architectures": ["Phi3ForCausalLM"],
@@ -156,7 +174,7 @@ def _phi3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": "silu",
         "rope_parameters": rope,
         "original_max_position_embeddings": original,
-        "sliding_window": window,
+        "sliding_window": metadata.integer("attention.sliding_window") if window else None,
     }
 
 

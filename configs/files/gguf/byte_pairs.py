@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from swell.configs.files.gguf.header import GgufError, GgufFile
+from swell.configs.files.gguf.header import GgufError, GgufFile, shown
 from swell.configs.files.gguf.tokenizer import TokenizerModel, Vocabulary
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -87,9 +87,9 @@ def byte_pairs(file: GgufFile, vocabulary: Vocabulary) -> TokenizerModel:
     split = SPLITS.get(name) if isinstance(name, str) else None
     if split is None:
         raise GgufError(
-            f"{file.path}: the tokenizer splits words as tokenizer.ggml.pre={name!r}, which is not "
-            f"supported (supported are {', '.join(sorted(SPLITS))}); serve the folder from which "
-            "the file was made"
+            f"{file.path}: the tokenizer splits words as tokenizer.ggml.pre={shown(name)}, which "
+            f"is not supported (supported are {', '.join(sorted(SPLITS))}); serve the folder "
+            "from which the file was made"
         )
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     splits: list[dict[str, Any]] = [
@@ -125,8 +125,8 @@ def _merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
         left, space, right = merge.partition(" ")
         if not space or left not in ids or right not in ids or left + right not in ids:
             raise GgufError(
-                f"{file.path} is damaged: the merge {merge!r} of its tokenizer does not join two "
-                "tokens to a third; copy it there again"
+                f"{file.path} is damaged: the merge {shown(merge)} of its tokenizer does not join "
+                "two tokens to a third; copy it there again"
             )
         pairs.append((left, right))
     return pairs

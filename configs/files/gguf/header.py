@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+import reprlib
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +26,13 @@ from swell.configs.section import ConfigError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER_BYTES = 512 * 2**20
+MAX_HEADER_BYTES = 128 * 2**20
 """The header of a vocabulary of 262 144 tokens has 15 MB."""
 MAX_ENTRIES = 2**16
-"""Limit for the metadata entries and for the tensors of one file."""
-MAX_ITEMS = 2**24
-"""Limit for the items of one array, such as the merges of a tokenizer."""
+"""Limit for the metadata entries of one file, and for the tensors of all parts."""
+MAX_ITEMS = 2**22
+"""Limit for the items of all arrays of a file. The largest vocabularies have some 1 300 000: the
+tokens, their types and scores, and the merges."""
 MAX_DEPTH = 2
 """Limit for arrays in arrays."""
 MAX_DIMENSIONS = 4
@@ -48,6 +50,20 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 class GgufError(ConfigError):
     """A GGUF file that cannot be served. One line: the file, the cause, what to do."""
+
+
+class _ShortRepr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+
+_SHORT_REPR = _ShortRepr()
+
+
+def shown(value: Any) -> str:
+    """Returns a value of a file for a message, as one short line."""
+    return _SHORT_REPR.repr(value)
 
 
 class Tensor(NamedTuple):
@@ -83,10 +99,15 @@ def read_header(path: Path) -> GgufFile:
         part = _read_part(part_path)
         if repeated := tensors.keys() & part.tensors.keys():
             raise GgufError(
-                f"{part_path} and an earlier part both have the tensor {min(repeated)!r}; copy "
-                "the parts of one model there again"
+                f"{part_path} and an earlier part both have the tensor {shown(min(repeated))}; "
+                "copy the parts of one model there again"
             )
         tensors.update(part.tensors)
+        if len(tensors) > MAX_ENTRIES:
+            raise GgufError(
+                f"{path} is damaged: its parts have more than {MAX_ENTRIES} tensors, the limit; "
+                "copy the parts of one model there again"
+            )
     expected = first.metadata.get("split.tensors.count")
     if isinstance(expected, int) and expected != len(tensors):
         raise GgufError(
@@ -142,6 +163,8 @@ class _Reader:
         self.path, self.descriptor = path, descriptor
         self.size_bytes = os.fstat(descriptor).st_size
         self.buffer = bytearray()
+        self.items = 0
+        """The items of all arrays so far."""
         self.at = 0
         """The next byte to read: an index of `buffer`, which begins with the file."""
 
@@ -163,27 +186,28 @@ class _Reader:
         entries = self._count("metadata entries", MAX_ENTRIES)
         metadata: dict[str, Any] = {}
         for _ in range(entries):
-            name = self._string("the name of a metadata entry")
+            name = self._string("names")
             if name in metadata:
-                raise self._damaged(f"it has the metadata entry {name!r} twice")
+                raise self._damaged(f"it has the metadata entry {shown(name)} twice")
             metadata[name] = self._value(self._number("I"), name, 0)
         return GgufFile(self.path, metadata, self._tensors(tensors, metadata), (self.path,))
 
     def _tensors(self, count: int, metadata: Mapping[str, Any]) -> dict[str, Tensor]:
         described: dict[str, tuple[BlockType, tuple[int, ...], int]] = {}
         for _ in range(count):
-            name = self._string("the name of a tensor")
+            name = self._string("names")
             if name in described:
-                raise self._damaged(f"it has the tensor {name!r} twice")
+                raise self._damaged(f"it has the tensor {shown(name)} twice")
             dimensions = self._number("I")
             if not 1 <= dimensions <= MAX_DIMENSIONS:
-                raise self._damaged(f"tensor {name!r} has {dimensions} dimensions")
+                raise self._damaged(f"tensor {shown(name)} has {dimensions} dimensions")
             shape = tuple(self._number("Q") for _ in range(dimensions))[::-1]
             kind = self._type(name, self._number("I"))
             described[name] = kind, shape, self._number("Q")
         alignment = metadata.get("general.alignment", 32)
-        if alignment not in {2**power for power in range(MAX_ALIGNMENT.bit_length())}:
-            raise self._damaged(f"general.alignment={alignment!r} is not a power of two")
+        powers = {2**power for power in range(MAX_ALIGNMENT.bit_length())}
+        if type(alignment) is not int or alignment not in powers:
+            raise self._damaged(f"general.alignment={shown(alignment)} is not a power of two")
         start = -(-self.at // alignment) * alignment
         return {name: self._tensor(name, start, *found) for name, found in described.items()}
 
@@ -192,8 +216,8 @@ class _Reader:
         if kind is None:
             known = ", ".join(known.name for known in BLOCK_TYPES.values())
             raise GgufError(
-                f"{self.path}: tensor {name!r} has the type {UNREAD.get(number, number)}, which "
-                f"is not supported (supported are {known}); specify a file in another "
+                f"{self.path}: tensor {shown(name)} has the type {UNREAD.get(number, number)}, "
+                f"which is not supported (supported are {known}); specify a file in another "
                 "quantization, such as Q4_K_M or Q8_0"
             )
         return kind
@@ -206,13 +230,13 @@ class _Reader:
             numbers *= length
         if numbers < 1 or shape[-1] % kind.numbers:
             raise self._damaged(
-                f"tensor {name!r} has the shape {list(shape)}, whose rows are not whole blocks of "
-                f"{kind.numbers} numbers ({kind.name})"
+                f"tensor {shown(name)} has the shape {list(shape)}, whose rows are not whole "
+                f"blocks of {kind.numbers} numbers ({kind.name})"
             )
         end = start + offset + numbers // kind.numbers * kind.nbytes
         if end > self.size_bytes:
             raise self._damaged(
-                f"tensor {name!r} ends at byte {end}, and the file has {self.size_bytes} bytes"
+                f"tensor {shown(name)} ends at byte {end}, and the file has {self.size_bytes} bytes"
             )
         return Tensor(self.path, kind, shape, start + offset)
 
@@ -222,14 +246,21 @@ class _Reader:
         if kind == _ARRAY:
             return self._array(name, depth)
         if kind not in _FORMATS:
-            raise self._damaged(f"metadata entry {name!r} has the unknown type {kind}")
+            raise self._damaged(f"metadata entry {shown(name)} has the unknown type {kind}")
         return self._number(_FORMATS[kind])
 
     def _array(self, name: str, depth: int) -> list[Any]:
         if depth >= MAX_DEPTH:
-            raise self._damaged(f"metadata entry {name!r} is nested deeper than {MAX_DEPTH} arrays")
+            raise self._damaged(
+                f"metadata entry {shown(name)} is nested deeper than {MAX_DEPTH} arrays"
+            )
         kind = self._number("I")
-        count = self._count(f"items in {name!r}", MAX_ITEMS)
+        count = self._count(f"items in {shown(name)}", MAX_ITEMS)
+        self.items += count
+        if self.items > MAX_ITEMS:
+            raise self._damaged(
+                f"it has more than {MAX_ITEMS} items in its arrays, up to {shown(name)}"
+            )
         if kind in _FORMATS:
             form = struct.Struct(f"<{count}{_FORMATS[kind]}")
             return list(form.unpack(self._take(form.size)))
@@ -251,7 +282,7 @@ class _Reader:
                 found.append(buffer[start:end].decode())
                 at = end
         except UnicodeDecodeError:
-            raise self._damaged(f"{name} is not valid UTF-8") from None
+            raise self._damaged(f"the text of {shown(name)} is not valid UTF-8") from None
         self.at = at
         return found
 
@@ -260,7 +291,7 @@ class _Reader:
         try:
             return self._take(length).decode()
         except UnicodeDecodeError:
-            raise self._damaged(f"{name} is not valid UTF-8") from None
+            raise self._damaged(f"the text of {shown(name)} is not valid UTF-8") from None
 
     def _count(self, what: str, limit: int) -> int:
         count: int = self._number("Q")

@@ -7,10 +7,12 @@ import struct
 from typing import Any
 
 from swell.configs.files.bounded_files import open_regular
-from swell.configs.files.gguf.header import GgufError, GgufFile
+from swell.configs.files.gguf.header import GgufError, GgufFile, shown
 
 MAX_FLOATS = 2**16
 """Limit for a tensor of rope factors: one for each pair of a head's dimensions."""
+MAX_NUMBER = 1e38
+"""Limit for a number, below the largest float of 32 bits."""
 
 
 class Metadata:
@@ -39,9 +41,10 @@ class Metadata:
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Returns a positive number. Raises GgufError."""
+        """Returns a positive number. Raises GgufError, also for one that a 32-bit float does not
+        hold."""
         value = self._get(key, default)
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
             raise self._wrong(key, value, "a positive number")
         return _shortest(float(value))
 
@@ -53,7 +56,7 @@ class Metadata:
         return value
 
     def floats(self, name: str) -> list[float]:
-        """Returns the numbers of a small tensor of type F32. Raises GgufError."""
+        """Returns the positive numbers of a small tensor of type F32. Raises GgufError."""
         tensor = self.file.tensors[name]
         (count,) = tensor.shape if len(tensor.shape) == 1 else (0,)
         if tensor.type.name != "F32" or not 0 < count <= MAX_FLOATS:
@@ -67,9 +70,16 @@ class Metadata:
                 data = os.pread(descriptor, 4 * count, tensor.offset_bytes)
             finally:
                 os.close(descriptor)
-            return [_shortest(number) for number in struct.unpack(f"<{count}f", data)]
+            numbers = struct.unpack(f"<{count}f", data)
         except (OSError, struct.error) as error:
             raise GgufError(f"{tensor.path} cannot be read: {error}") from None
+        for number in numbers:
+            if not 0 < number < MAX_NUMBER:
+                raise GgufError(
+                    f"{tensor.path} is damaged: tensor {name!r} has the number {number}, which is "
+                    "not a positive one; copy it there again"
+                )
+        return [_shortest(number) for number in numbers]
 
     def _get(self, key: str, default: Any) -> Any:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
@@ -82,7 +92,8 @@ class Metadata:
 
     def _wrong(self, key: str, value: Any, expected: str) -> GgufError:
         return GgufError(
-            f"{self.file.path} is damaged: {self.architecture}.{key}={value!r} is not {expected}"
+            f"{self.file.path} is damaged: {self.architecture}.{key}={shown(value)} is not "
+            f"{expected}"
         )
 
 

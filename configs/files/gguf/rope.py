@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from swell.configs.files.gguf.header import GgufError
+from swell.configs.files.gguf.header import GgufError, shown
 from swell.configs.files.gguf.metadata import Metadata
 
 LLAMA_3 = "rope_freqs.weight"
@@ -43,7 +43,7 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
             ),
         }
     raise GgufError(
-        f"{metadata.file.path}: {metadata.architecture}.rope.scaling.type={kind!r} is not "
+        f"{metadata.file.path}: {metadata.architecture}.rope.scaling.type={shown(kind)} is not "
         "supported (supported are none, linear, yarn); serve the folder from which the file was "
         "made"
     )
@@ -82,8 +82,8 @@ def _llama_3(
         "high_freq_factor": _HIGH,
         "original_max_position_embeddings": _OLD_POSITIONS,
     }
-    expected = [_llama_3_factor(k, theta, head_dim, factors[-1]) for k in range(head_dim // 2)]
-    if len(factors) != len(expected) or any(
+    expected = (_llama_3_factor(pair, theta, head_dim, factors[-1]) for pair in range(len(factors)))
+    if len(factors) != head_dim // 2 or any(
         abs(one - other) > _TOLERANCE * other for one, other in zip(factors, expected, strict=True)
     ):
         raise GgufError(

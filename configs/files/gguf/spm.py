@@ -20,8 +20,13 @@ from swell.configs.files.gguf.tokenizer import (
 
 SPACE = "▁"
 """Stands for a space within a token."""
-MAX_TOKEN_CHARS = 1024
-"""Limit for a token's length, because each has a merge for each of its characters."""
+MAX_TOKEN_CHARS = 256
+"""Limit for a token's length."""
+MAX_CUTS = 2**23
+"""Limit for the length of all tokens together: each has one place to split for each character. The
+largest vocabulary has some 2 000 000."""
+MAX_MERGES = 2**21
+"""Limit for the merges. The largest vocabulary has some 600 000."""
 
 
 def sentence_pieces(file: GgufFile, vocabulary: Vocabulary) -> TokenizerModel:
@@ -69,6 +74,10 @@ def _merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
     ids = vocabulary.ids()
     scores, types = vocabulary.scores, vocabulary.types
     merges: list[tuple[str, str]] = []
+    if (chars := sum(map(len, ids))) > MAX_CUTS:
+        raise GgufError(
+            f"{file.path} is damaged: its tokens have {chars} characters; the limit is {MAX_CUTS}"
+        )
     for text, id in sorted(ids.items(), key=lambda token: -scores[token[1]]):
         if types[id] != NORMAL:
             continue
@@ -79,4 +88,9 @@ def _merges(file: GgufFile, vocabulary: Vocabulary) -> list[tuple[str, str]]:
             )
         cuts = (at for at in range(1, len(text)) if text[:at] in ids and text[at:] in ids)
         merges += [(text[:at], text[at:]) for at in cuts]
+        if len(merges) > MAX_MERGES:
+            raise GgufError(
+                f"{file.path} is damaged: there are more than {MAX_MERGES} ways to split its "
+                "tokens into two tokens, the limit"
+            )
     return merges

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from swell.configs.files.gguf.architectures import architecture_of
-from swell.configs.files.gguf.header import GgufError, GgufFile, Tensor
+from swell.configs.files.gguf.header import GgufError, GgufFile, Tensor, shown
 from swell.configs.files.gguf.metadata import Metadata
 from swell.configs.files.gguf.rope import FACTORS
 
@@ -31,7 +31,10 @@ class Source(NamedTuple):
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
 
-_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)")
+MAX_MATRICES = 2**19
+"""Limit for the tensors with each expert's counted by itself. The largest models that are supported
+have some 40 000."""
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)\.(weight|bias)", re.ASCII)
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -97,6 +100,7 @@ def sources(file: GgufFile) -> Mapping[str, Source]:
             "attention.head_count_kv", metadata.integer("attention.head_count")
         ),
     }
+    experts = metadata.integer("expert_count") if architecture == "qwen3moe" else 0
     found: dict[str, Source] = {}
     for name, tensor in file.tensors.items():
         if name in FACTORS:
@@ -106,6 +110,17 @@ def sources(file: GgufFile) -> Mapping[str, Source]:
         is_norm = name.endswith("norm.weight")
         added = 1.0 if architecture.startswith("gemma") and is_norm else 0.0
         _check_shape(name, tensor, 2 * rotated, file)
+        own_experts = tensor.shape[0] if "exps" in name else 0
+        if own_experts and own_experts != experts:
+            raise GgufError(
+                f"{file.path} is damaged: tensor {shown(name)} has {own_experts} experts, and "
+                f"{architecture}.expert_count={experts}; copy it there again"
+            )
+        if len(found) + own_experts > MAX_MATRICES:
+            raise GgufError(
+                f"{file.path} is damaged: it has more than {MAX_MATRICES} matrices, the limit, up "
+                f"to tensor {shown(name)}"
+            )
         names = list(_names(name, tensor, architecture, file))
         for expert, own in enumerate(names):
             index = expert if "exps" in name else None
@@ -114,14 +129,14 @@ def sources(file: GgufFile) -> Mapping[str, Source]:
 
 
 def _check_shape(name: str, tensor: Tensor, divisor: int, file: GgufFile) -> None:
-    dimensions = 3 if "exps" in name else 2
-    is_known = len(tensor.shape) in {1, dimensions} and (
+    dimensions = {3} if "exps" in name else {1, 2}
+    is_known = len(tensor.shape) in dimensions and (
         len(tensor.shape) > 1 or tensor.type.numbers == 1
     )
     if not is_known or (divisor and tensor.shape[0] % divisor):
         raise GgufError(
-            f"{file.path} is damaged: tensor {name!r} has the shape {list(tensor.shape)} and the "
-            f"type {tensor.type.name}"
+            f"{file.path} is damaged: tensor {shown(name)} has the shape {list(tensor.shape)} and "
+            f"the type {tensor.type.name}"
         )
 
 
@@ -133,8 +148,8 @@ def _names(name: str, tensor: Tensor, architecture: str, file: GgufFile) -> Iter
     own = _BLOCK_NAMES[architecture].get(block[2]) if block else None
     if block is None or own is None:
         raise GgufError(
-            f"{file.path}: the tensor {name!r} is not known of the architecture {architecture!r}; "
-            "serve the folder from which the file was made"
+            f"{file.path}: the tensor {shown(name)} is not known of the architecture "
+            f"{architecture!r}; serve the folder from which the file was made"
         )
     experts = tensor.shape[0] if "{}" in own else 1
     for expert in range(experts):

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isnan
 from typing import Any, NamedTuple
 
-from swell.configs.files.gguf.header import GgufError, GgufFile
+from swell.configs.files.gguf.header import GgufError, GgufFile, shown
+
+MAX_TOKENS = 2**20
+"""Limit for the tokens. The largest vocabularies have 262 144."""
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """The types of tokens, as the file numbers them."""
@@ -53,6 +57,10 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
             f"{file.path} has no tokenizer: its metadata lack tokenizer.ggml.tokens; specify a "
             "file of a whole model"
         )
+    if len(texts) > MAX_TOKENS:
+        raise GgufError(
+            f"{file.path} is damaged: it has {len(texts)} tokens; the limit is {MAX_TOKENS}"
+        )
     types = _list(file, "token_type", int) or [NORMAL] * len(texts)
     scores = _list(file, "scores", float) or [0.0] * len(texts)
     for name, values in (("token_type", types), ("scores", scores)):
@@ -61,6 +69,11 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
                 f"{file.path} is damaged: it has {len(texts)} tokens and {len(values)} values of "
                 f"tokenizer.ggml.{name}; copy it there again"
             )
+    if wrong := [id for id, score in enumerate(scores) if isnan(score)]:
+        raise GgufError(
+            f"{file.path} is damaged: tokenizer.ggml.scores of token {wrong[0]} is not a number; "
+            "copy it there again"
+        )
     return Vocabulary(texts, types, scores, _list(file, "merges", str))
 
 
@@ -98,9 +111,9 @@ def tokenizer_files(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
 
     kinds = {"llama": sentence_pieces, "gpt2": byte_pairs}
     kind = file.metadata.get("tokenizer.ggml.model")
-    if kind not in kinds:
+    if not isinstance(kind, str) or kind not in kinds:
         raise GgufError(
-            f"{file.path}: the tokenizer model {kind!r} is not supported (supported are "
+            f"{file.path}: the tokenizer model {shown(kind)} is not supported (supported are "
             f"{', '.join(kinds)}); serve the folder from which the file was made"
         )
     model = kinds[kind](file, vocabulary)

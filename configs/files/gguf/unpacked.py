@@ -18,12 +18,13 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from functools import cache
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.files.gguf.architectures import model_config
-from swell.configs.files.gguf.header import GgufError, GgufFile, part_paths, read_header
+from swell.configs.files.gguf.header import GgufError, GgufFile, part_paths, read_header, shown
 from swell.configs.files.gguf.tensor_names import sources
 from swell.configs.files.gguf.tokenizer import read_vocabulary, tokenizer_files
 from swell.configs.files.private_files import enter_folder
@@ -60,7 +61,14 @@ def _files(file: GgufFile) -> dict[str, Any]:
 
 
 def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
-    stated = {name: file.metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    stated: dict[str, Any] = {}
+    for key, name in _SAMPLING.items():
+        value = file.metadata.get(f"general.sampling.{key}")
+        if value is not None and (type(value) not in (int, float) or not isfinite(value)):
+            raise GgufError(
+                f"{file.path} is damaged: general.sampling.{key}={shown(value)} is not a number"
+            )
+        stated[name] = value
     tokens = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     return {name: value for name, value in {**tokens, **stated}.items() if value is not None}
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.configs.files.gguf.header import GgufError, read_header
+from swell.configs.files.gguf.header import MAX_ENTRIES, MAX_ITEMS, GgufError, read_header
 from tests.support.gguf_files import write_gguf
 
 METADATA = {
@@ -139,8 +139,8 @@ def test_hostile_arrays_are_refused(tmp_path: Path) -> None:
 
     nine = struct.pack("<I", 9)
     assert "the limit is" in refusal(file_with(nine + array(4, 2**60)))
-    assert "header needs more than" in refusal(file_with(nine + array(10, 2**24)))
-    assert "header needs more than" in refusal(file_with(nine + array(8, 2**24)))
+    assert "header needs more than" in refusal(file_with(nine + array(10, MAX_ITEMS)))
+    assert "header needs more than" in refusal(file_with(nine + array(8, MAX_ITEMS)))
     assert "nested deeper than" in refusal(file_with(nine + array(9, 1) * 50))
     assert "unknown type 77" in refusal(file_with(struct.pack("<I", 77)))
     assert "unknown type 77" in refusal(file_with(nine + array(77, 1)))
@@ -152,6 +152,38 @@ def test_hostile_arrays_are_refused(tmp_path: Path) -> None:
     )
     text = struct.pack("<IQ", 8, 2) + b"\xff\xfe"
     assert "not valid UTF-8" in refusal(file_with(text))
+
+
+def test_the_items_of_all_arrays_have_a_common_limit(tmp_path: Path) -> None:
+    """An item of one byte in a file needs some 36 bytes in memory."""
+    half = struct.pack("<IIQ", 9, 1, MAX_ITEMS // 2) + bytes(MAX_ITEMS // 2)
+    path = write_gguf(tmp_path / "m.gguf", {"a": half, "b": half}, {})
+    assert len(read_header(path).metadata["b"]) == MAX_ITEMS // 2
+    write_gguf(path, {"a": half, "b": half, "c": [1]}, {})
+    assert f"more than {MAX_ITEMS} items in its arrays, up to 'c'" in refusal(path)
+    empty = struct.pack("<IIQ", 9, 9, MAX_ITEMS // 2) + struct.pack("<IQ", 4, 0) * 10
+    assert f"more than {MAX_ITEMS} items" in refusal(
+        write_gguf(path, {"a": half, "b": [1], "c": empty}, {})
+    )
+
+
+def test_the_tensors_of_all_parts_have_a_common_limit(tmp_path: Path) -> None:
+    count = MAX_ENTRIES // 2 + 1
+    paths = [tmp_path / f"m-{part:05}-of-00002.gguf" for part in (1, 2)]
+    for part, path in enumerate(paths):
+        tensors = {f"{part} {number}": ("F32", (1,), b"") for number in range(count)}
+        write_gguf(path, {"split.count": 2, "split.no": part}, tensors)
+        with path.open("ab") as file:
+            file.write(bytes(64))
+    assert f"more than {MAX_ENTRIES} tensors" in refusal(paths[0])
+
+
+def test_long_names_are_refused_in_a_short_line(tmp_path: Path) -> None:
+    long = "x\n" * 10**5
+    path = write_gguf(tmp_path / "m.gguf", {long: struct.pack("<IQ", 8, 2) + b"\xff\xfe"}, {})
+    assert "is not valid UTF-8" in refusal(path)
+    write_gguf(path, {}, {long: ("F32", (64, 64), b"")})
+    assert "ends at byte" in refusal(path)
 
 
 def test_a_repeated_name_is_refused(tmp_path: Path) -> None:

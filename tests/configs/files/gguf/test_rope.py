@@ -124,3 +124,22 @@ def test_factors_in_another_type_are_refused(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", {}, {"rope_freqs.weight": ("F16", (64,), bytes(128))})
     with pytest.raises(ConfigError, match="has the type F16"):
         rope_parameters(Metadata(read_header(file), "llama"), HEAD)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan"), float("inf"), 3.4028234663852886e38])
+@pytest.mark.parametrize("at", [0, 40, -1])
+def test_factors_that_are_not_positive_numbers_are_refused(
+    tmp_path: Path, wrong: float, at: int
+) -> None:
+    factors = llama_3_factors()
+    factors[at] = wrong
+    with pytest.raises(ConfigError, match=r"rope_freqs\.weight' has the number"):
+        parameters(tmp_path, {"rope.freq_base": 500000.0}, {"rope_freqs.weight": factors})
+
+
+def test_factors_are_counted_before_they_are_compared(tmp_path: Path) -> None:
+    """A head of this size would have 1 073 741 823 factors."""
+    tensor = {"rope_freqs.weight": ("F32", (1,), np.ones(1, "<f4").tobytes())}
+    file = read_header(write_gguf(tmp_path / "m.gguf", {}, tensor))
+    with pytest.raises(ConfigError, match="are not those of Llama 3's rotary embedding"):
+        rope_parameters(Metadata(file, "llama"), 2**31 - 1)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from swell.configs.files.gguf.byte_pairs import SPLITS
 from swell.configs.files.gguf.header import read_header
-from swell.configs.files.gguf.spm import MAX_TOKEN_CHARS
+from swell.configs.files.gguf.spm import MAX_CUTS, MAX_MERGES, MAX_TOKEN_CHARS
 from swell.configs.files.gguf.tokenizer import end_token_ids, read_vocabulary, tokenizer_files
 from swell.configs.section import ConfigError
 from tests.support.gguf_tokenizers import (
@@ -120,8 +120,48 @@ def test_known_end_tokens_are_found_by_their_text(tmp_path: Path) -> None:
 def test_a_long_token_is_refused(tmp_path: Path) -> None:
     metadata = sentence_piece_metadata()
     metadata["tokenizer.ggml.tokens"][300] = "a" * (MAX_TOKEN_CHARS + 1)
-    with pytest.raises(ConfigError, match="token 300 has 1025 characters"):
+    with pytest.raises(ConfigError, match=f"token 300 has {MAX_TOKEN_CHARS + 1} characters"):
         tokenizer_of(tmp_path, metadata)
+
+
+def with_pieces(pieces: list[str]) -> dict[str, Any]:
+    """Returns a tokenizer with these tokens, and those of SentencePiece that are not text."""
+    metadata = sentence_piece_metadata()
+    first = metadata["tokenizer.ggml.token_type"].index(1)
+    added = {"tokens": pieces, "token_type": [1] * len(pieces), "scores": [-1.0] * len(pieces)}
+    own = {f"tokenizer.ggml.{name}": values for name, values in added.items()}
+    return {**metadata, **{name: metadata[name][:first] + values for name, values in own.items()}}
+
+
+def test_merges_beyond_the_limit_are_refused(tmp_path: Path) -> None:
+    """Each way to split one of these tokens is a merge."""
+    one = MAX_TOKEN_CHARS * (MAX_TOKEN_CHARS - 1) // 2
+    letters = [chr(ord("一") + letter) for letter in range(MAX_MERGES // one + 1)]
+    runs = [letter * count for letter in letters for count in range(1, MAX_TOKEN_CHARS + 1)]
+    with pytest.raises(ConfigError, match=f"more than {MAX_MERGES} ways to split"):
+        tokenizer_of(tmp_path, with_pieces(runs))
+
+
+def test_tokens_with_too_much_text_are_refused(tmp_path: Path) -> None:
+    count = MAX_CUTS // MAX_TOKEN_CHARS + 1
+    pieces = [f"{number:0{MAX_TOKEN_CHARS}}" for number in range(count)]
+    with pytest.raises(ConfigError, match=f"characters; the limit is {MAX_CUTS}"):
+        tokenizer_of(tmp_path, with_pieces(pieces))
+
+
+def test_a_score_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    metadata = sentence_piece_metadata()
+    metadata["tokenizer.ggml.scores"][300] = float("nan")
+    with pytest.raises(ConfigError, match="scores of token 300 is not a number"):
+        tokenizer_of(tmp_path, metadata)
+
+
+def test_a_long_merge_is_refused_in_a_short_line(tmp_path: Path) -> None:
+    metadata = byte_pair_metadata("gpt-2")
+    metadata["tokenizer.ggml.merges"][3] = "x" * 10**6
+    with pytest.raises(ConfigError, match="does not join two tokens") as found:
+        tokenizer_of(tmp_path, metadata)
+    assert len(str(found.value)) < 600
 
 
 def test_a_tokenizer_without_bytes_and_unknown_token_is_refused(tmp_path: Path) -> None:
