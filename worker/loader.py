@@ -23,7 +23,6 @@ from swell.configs.files.model_path import is_gguf
 from swell.configs.files.sharded_index import is_sharded, read_index, refuse_other_model
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ModelConfig
-from swell.kernels.host.uploads import Uploads
 from swell.worker.checkpoint import checkpoint
 from swell.worker.checkpoint.checkpoint import (
     Checkpoint,
@@ -38,6 +37,7 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
 from swell.worker.layers.packed_weight import FLOATS, Packing, QuantizedBytes
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
 from swell.worker.model_interfaces import HasMesh, HoldsTensors
 from swell.worker.models.text_part import text_names, towers, wrapper_class
@@ -151,14 +151,14 @@ def load_weight_shards(
                     "files do not belong to this config.json, or the download is incomplete"
                 )
         needed = [(stored.tensor(shard.name), shard) for shard in weight_shards]
-        uploads = Uploads(needed[0][1].target.device if needed else torch.device("cpu"))
+        device = needed[0][1].target.device if needed else torch.device("cpu")
         needed.sort(key=lambda pair: pair[0].file)
         kept = QuantizedBytes(0, 0)
         if keep is not None:
             needed, kept = keep(needed, report.add)
-        for tensor, shard in needed:
-            _read(tensor, shard, uploads, report)
-        uploads.finish()
+        with Uploads(device) as uploads:
+            for tensor, shard in needed:
+                _read(tensor, shard, uploads, report)
         return report.total - kept.before + kept.after
 
 

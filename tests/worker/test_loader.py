@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
-from swell.kernels.host.uploads import Uploads
 from swell.worker.checkpoint import checkpoint, safetensors_files
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config, max_positions, resolve_dtype
 from swell.worker.loader import load_weights, stored_equal
+from swell.worker.memory.uploads import Uploads
 from swell.worker.models import build_model
 from tests.worker import tiny_models
 

@@ -14,6 +14,7 @@ import torch
 
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.memory.locked_copy import LockedCopy
+from swell.worker.memory.locked_memory import warn_of_plain_memory
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
 _ALONE = threading.Lock()
@@ -35,6 +36,9 @@ class SleepingWeights:
         self._moe_layers = [layer for model in models for layer in moe_layers(model)]
         self._device = next(iter(storages.values())).device if storages else torch.device("cpu")
         self._kept = [(storage, LockedCopy(storage)) for storage in storages.values()]
+        if plain := [copy for _, copy in self._kept if copy.error]:
+            nbytes = sum(copy.nbytes for copy in plain)
+            warn_of_plain_memory("sleeping weights", nbytes, plain[0].error)
         _synchronize(self._device)
         for storage in storages.values():
             storage.resize_(0)

@@ -25,10 +25,10 @@ from swell.configs.files.sharded_index import (
 )
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
-from swell.kernels.host.uploads import Uploads
 from swell.kernels.linear import LAYOUT_VERSION, FloatWeight, PackedTensor, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.memory.uploads import Uploads
 from swell.worker.model_interfaces import HasMesh
 from swell.worker.sharded.state import StateTensor, state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of
@@ -66,17 +66,17 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
         _check_tensor(file, key, tensor, index)
     nbytes = sum(file.tensor(key).nbytes for key in state)
     report.begin(nbytes)
-    maps, uploads = _maps(index, mesh.device.type), Uploads(mesh.device)
-    for key, tensor in state.items():
-        file.check(key, report.add)
-        stored = _stored(file, key)
-        if maps:
-            tensor.replace(stored)
-        else:
-            assert isinstance(tensor.weight, torch.Tensor)
-            plain = stored.unpack() if isinstance(stored, PackedTensor) else stored
-            uploads.copy(tensor.weight, plain)
-    uploads.finish()
+    maps = _maps(index, mesh.device.type)
+    with Uploads(mesh.device) as uploads:
+        for key, tensor in state.items():
+            file.check(key, report.add)
+            stored = _stored(file, key)
+            if maps:
+                tensor.replace(stored)
+            else:
+                assert isinstance(tensor.weight, torch.Tensor)
+                plain = stored.unpack() if isinstance(stored, PackedTensor) else stored
+                uploads.copy(tensor.weight, plain)
     return nbytes if maps else 0
 
 
@@ -88,17 +88,16 @@ def load_saved_experts(
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
     report.begin(sum(shard.target.nbytes for shards in experts.values() for shard in shards))
-    uploads = Uploads(mesh.device)
-    for expert, shards in experts.items():
-        name = expert_file_name(expert, index.experts, mesh.stage, parallel)
-        file = TensorFile(folder / name, index.files[name])
-        state = {shard.name: StateTensor(shard.target) for shard in shards}
-        _check_names(file, state, may_have_more=True)
-        for key, target in state.items():
-            _check_tensor(file, key, target, index)
-            file.check(key, report.add)
-            uploads.copy(data_of(target.weight), file.tensor(key))
-    uploads.finish()
+    with Uploads(mesh.device) as uploads:
+        for expert, shards in experts.items():
+            name = expert_file_name(expert, index.experts, mesh.stage, parallel)
+            file = TensorFile(folder / name, index.files[name])
+            state = {shard.name: StateTensor(shard.target) for shard in shards}
+            _check_names(file, state, may_have_more=True)
+            for key, target in state.items():
+                _check_tensor(file, key, target, index)
+                file.check(key, report.add)
+                uploads.copy(data_of(target.weight), file.tensor(key))
 
 
 def _split_of(mesh: Mesh) -> ParallelConfig:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from swell.kernels.host.uploads import Uploads
+from swell.worker.memory.uploads import Uploads
 from tests.gpu_report.engines import Swell
 from tests.gpu_report.scale import Figures, Scale
 from tests.worker import tiny_models
@@ -45,10 +45,9 @@ def _upload_rate(scale: Scale, file: Path) -> float:
     target = torch.ones(count * part, dtype=torch.uint8, device=scale.device)
 
     def upload() -> None:
-        uploads = Uploads(target.device)
-        for to, source in zip(target.split(part), stored.split(part), strict=True):
-            uploads.copy(to, source)
-        uploads.finish()
+        with Uploads(target.device) as uploads:
+            for to, source in zip(target.split(part), stored.split(part), strict=True):
+                uploads.copy(to, source)
 
     seconds = scale.seconds(upload)
     assert not target.any()

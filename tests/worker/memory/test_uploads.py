@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from swell.kernels.host.uploads import Uploads
-from swell.worker.memory import sleep
+from swell.worker.memory import locked_copy, sleep, uploads
 from swell.worker.memory.locked_copy import LockedCopy
+from swell.worker.memory.locked_memory import LockedMemory
 from swell.worker.memory.sleep import SleepingWeights
+from swell.worker.memory.uploads import Uploads
 from tests.worker.memory.late_gpu import LateGpu, late_gpu
 
 __all__ = ["late_gpu"]
@@ -27,32 +30,68 @@ def sources() -> list[Tensor]:
     ]
 
 
+@pytest.fixture(params=[1 << 26, 16, 1], ids="parts of {} bytes".format)
+def part_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setattr(uploads, "PART_BYTES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("device", [CUDA, torch.device("cpu")], ids=str)
-def test_each_tensor_arrives(late_gpu: LateGpu, device: torch.device) -> None:
-    uploads, given = Uploads(device), sources()
+def test_each_tensor_arrives(late_gpu: LateGpu, part_bytes: int, device: torch.device) -> None:
+    given = sources()
     wanted = [source.clone() for source in given]
     targets = [torch.full(source.shape, 9, dtype=source.dtype) for source in given]
-    for source, target in zip(given, targets, strict=True):
-        uploads.copy(target, source)
-        source.zero_()  # the file's memory, for example, is read again
-    uploads.finish()
+    with Uploads(device) as uploading:
+        for source, target in zip(given, targets, strict=True):
+            uploading.copy(target, source)
+            source.zero_()  # the file's memory, for example, is read again
     assert all(map(torch.equal, targets, wanted))
-    assert late_gpu.num_queued == (len(given) if device == CUDA else 0)
+    if device == CUDA:
+        assert late_gpu.num_queued >= len(given)
+        assert late_gpu.locked_bytes <= 2 * max(part_bytes, 8), "an element is never divided"
+    assert not late_gpu.locked, "the buffers are given back"
+
+
+def test_without_locked_memory_each_tensor_arrives(
+    late_gpu: LateGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    late_gpu.lock_error = 2
+    targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources()]
+    with Uploads(CUDA) as uploading:
+        for source, target in zip(sources(), targets, strict=True):
+            uploading.copy(target, source)
+    assert all(map(torch.equal, targets, sources()))
+    late_gpu.launch()
+    [line] = caplog.messages
+    assert "ulimit -l" in line
+
+
+def test_a_failed_load_frees_its_buffers_after_the_copies(late_gpu: LateGpu) -> None:
+    target = torch.zeros(8)
+
+    def load() -> None:
+        with Uploads(CUDA) as uploading:
+            uploading.copy(target, torch.ones(8))
+            raise ValueError("a damaged file")
+
+    with pytest.raises(ValueError, match="a damaged file"):
+        load()
+    assert target.sum() == 8 and not late_gpu.locked
 
 
 def test_the_host_fills_one_buffer_while_the_device_copies_the_other(late_gpu: LateGpu) -> None:
-    uploads, target = Uploads(CUDA), torch.zeros(3, 8)
-    for row in range(3):
-        uploads.copy(target[row], torch.ones(8))
-        assert target.sum() == 8 * max(0, row - 1), "at most two copies are queued"
-    uploads.finish()
+    target = torch.zeros(3, 8)
+    with Uploads(CUDA) as uploading:
+        for row in range(3):
+            uploading.copy(target[row], torch.ones(8))
+            assert target.sum() == 8 * max(0, row - 1), "at most two copies are queued"
     assert target.sum() == 24
 
 
-def test_a_target_may_be_a_part_of_a_wider_tensor(late_gpu: LateGpu) -> None:
-    uploads, whole = Uploads(CUDA), torch.zeros(4, 6)
-    uploads.copy(whole[:, 1:3], torch.ones(4, 2))
-    uploads.finish()
+def test_a_target_may_be_a_part_of_a_wider_tensor(late_gpu: LateGpu, part_bytes: int) -> None:
+    whole = torch.zeros(4, 6)
+    with Uploads(CUDA) as uploading:
+        uploading.copy(whole[:, 1:3], torch.ones(4, 2))
     assert whole.sum() == whole[:, 1:3].sum() == 8
 
 
@@ -66,6 +105,9 @@ class CudaStorage:
 
     def nbytes(self) -> int:
         return len(self.values)
+
+    def data_ptr(self) -> int:
+        return self.values.data_ptr()
 
     def copy_(self, source: torch.UntypedStorage, non_blocking: bool) -> None:
         self.values.untyped_storage().copy_(source, non_blocking=non_blocking)
@@ -95,6 +137,39 @@ def test_a_copy_is_in_locked_memory_as_long_as_it_exists(
     assert storage.values.tolist() == [1, 2, 3, 4, 5] and kept.nbytes == 5
     del kept
     assert not late_gpu.locked
+    late_gpu.launch()
+
+
+@pytest.fixture
+def from_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All storages are taken for those of the GPU."""
+    locked = partial(LockedMemory, device=CUDA)
+    monkeypatch.setattr(locked_copy, "LockedMemory", lambda nbytes, _device: locked(nbytes))
+    monkeypatch.setattr(sleep, "_synchronize", lambda _device: torch.cuda.synchronize(CUDA))
+
+
+@pytest.mark.usefixtures("from_gpu")
+def test_copies_of_small_storages_are_locked(late_gpu: LateGpu) -> None:
+    storages = [torch.zeros(n).untyped_storage() for n in (1, 8, 100, 5000, 8)]
+    kept = [LockedCopy(storage) for storage in storages]
+    assert len(late_gpu.locked) == len(storages)
+    assert not any(copy.error for copy in kept)
+    torch.cuda.synchronize(CUDA)
+
+
+@pytest.mark.usefixtures("from_gpu")
+def test_weights_that_cannot_be_locked_are_warned_of_once(
+    late_gpu: LateGpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    late_gpu.lock_error = 2
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    wanted = [parameter.detach().clone() for parameter in model.parameters()]
+    SleepingWeights(model).wake()
+    assert all(map(torch.equal, model.parameters(), wanted))
+    late_gpu.launch()
+    [record] = caplog.records
+    assert "ulimit -l" in record.message
+    assert record.__dict__["fields"]["nbytes"] == sum(tensor.nbytes for tensor in wanted)
 
 
 def test_weights_are_freed_after_they_were_copied(
