@@ -48,6 +48,10 @@ BITS = (2, 4, 8)
 """Bits of packed integers, which then never cross the border of a word."""
 
 
+FUSED = ("weight_input", "weight_output")
+"""Locations of transforms that the stored weights already contain."""
+
+
 class CompressedTensors(Scheme):
     parts = dict.fromkeys(
         (
@@ -61,6 +65,7 @@ class CompressedTensors(Scheme):
         super().__init__(method, config)
         refuse_values(config, {"format": FORMATS})
         refuse_values(mapping(config, "sparsity_config"), {"format": ("dense",)})
+        _refuse_online(mapping(config, "transform_config"))
         groups = mapping(config, "config_groups")
         self._groups = [_ModuleGroup.of(mapping(groups, name)) for name in groups]
 
@@ -81,6 +86,21 @@ class CompressedTensors(Scheme):
                 return group
         of_classes = (group for group in self._groups if group.has_class)
         return next(of_classes, _ModuleGroup((), 0, -1, None))
+
+
+def _refuse_online(transforms: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for a transform that is not fused into the weights: it would have to be
+    applied to activations."""
+    groups = mapping(transforms, "config_groups")
+    for name in groups:
+        applied = mapping(groups, name).get("apply")
+        for each in applied if isinstance(applied, list) else [applied]:
+            location = each.get("location") if isinstance(each, Mapping) else None
+            if location not in FUSED:
+                raise ValueError(
+                    f"transform_config: location={location!r} of {name} (supported: "
+                    f"{', '.join(FUSED)}, which are fused into the weights)"
+                )
 
 
 @dataclass(frozen=True)

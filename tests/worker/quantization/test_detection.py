@@ -13,10 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config
 from swell.worker.loader import load_weights
 from swell.worker.models import build_model
+from swell.worker.quantization.detection import find_scheme
+from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from tests.worker import tiny_models
 from tests.worker.quantization import writers
 
@@ -105,6 +108,30 @@ def test_methods_that_are_not_supported(
             "'sparse-24-bitmask'",
         ),
         ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, "'W4A16_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {
+                    "a": {"quant_algo": "FP8"},
+                    "model.b": {"quant_algo": "NVFP4_AWQ"},
+                },
+            },
+            "'NVFP4_AWQ'",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "pack-quantized",
+                "transform_config": {
+                    "config_groups": {
+                        "R1": {"apply": [{"location": "weight_output"}]},
+                        "R4": {"apply": [{"location": "weight_input"}, {"location": "input"}]},
+                    }
+                },
+            },
+            "location='input' of R4",
+        ),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "expert_dtype='fp4'"),
         ({"quant_method": "gptq", "bits": [4]}, "bits=[4]"),
         ({"quant_method": "gptq", "bits": 4, "group_size": "all"}, "group_size='all'"),
@@ -256,3 +283,13 @@ def test_plain_number_types_are_loaded(folder: Path, stored: torch.dtype) -> Non
     model = load(folder, "transformers")
     got = model.base.layers[1].mlp.up_proj.weight
     assert torch.equal(got, tensors[UP].to(stored).float())
+
+
+def test_factors_of_the_inputs_of_a_matrix_are_refused(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(32, 32), "a.pre_quant_scale": torch.ones(32)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    form = writers.FORMATS["modelopt-nvfp4"]
+    scheme = find_scheme("m", {"quantization_config": form.config}, tmp_path)
+    assert scheme is not None
+    with pytest.raises(ValueError, match=r"'a\.pre_quant_scale' has factors"):
+        QuantizedCheckpoint(SafetensorsCheckpoint(tmp_path), scheme)
