@@ -199,7 +199,11 @@ class GroupedMatrix(ABC):
             times = size // math.gcd(size, GROUPS[-1])
             scales, zeros = (each.repeat_interleave(times, 1) for each in (scales, zeros))
         is_middle = bool((zeros == 1 << (bits - 1)).all())
-        return QuantizedTensor(integers, scales, None if is_middle else -zeros * scales, bits)
+        if is_middle:
+            return QuantizedTensor(integers, scales, None, bits)
+        exact = -zeros.double() * scales.double()
+        mins = exact.float()
+        return QuantizedTensor(integers, scales, mins, bits) if mins.double().equal(exact) else None
 
     def _blocks(self, rows: range, columns: int) -> Iterator[tuple[range, slice, slice]]:
         """Splits rows into aligned blocks of at most `BLOCK_VALUES` values. Yields a block, its

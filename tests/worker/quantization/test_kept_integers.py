@@ -103,7 +103,7 @@ def test_layers_with_several_forms_are_dequantized(tmp_path: Path) -> None:
     assert kept(quantized, **{"model.backend": "transformers"}) == [4] * 4
 
 
-def test_experts_have_the_type_of_the_model_beside_a_quantized_router(tmp_path: Path) -> None:
+def test_a_quantized_router_keeps_the_type_of_its_experts(tmp_path: Path) -> None:
     quantized, plain = copies(
         tmp_path,
         writers.FORMATS["gptq"],

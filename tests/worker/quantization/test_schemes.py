@@ -5,13 +5,14 @@ from __future__ import annotations
 import zlib
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.checkpoint.checkpoint import HasIntegers, Index
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.quantization import grouped_matrix
 from swell.worker.quantization.detection import find_scheme
@@ -126,3 +127,34 @@ def test_the_last_group_of_gptq_may_be_smaller(index: bool, bits: int, tmp_path:
         assert tensor.shape == (128, 160)
         for index_of in ((ALL, ALL), (ALL, slice(60, 130))):
             assert torch.equal(tensor.read(index_of, torch.float32), values[index_of])
+
+
+def of_int8(**options: Any) -> writers.Format:
+    declared = writers.weights("int", 8, strategy="group", group_size=32)
+    config = writers.compressed("int-quantized", declared)
+    return writers.Format(config, lambda w: writers.int8(w, 32, **options))
+
+
+def test_integers_of_8_bits_may_be_ordered_by_activation(tmp_path: Path) -> None:
+    form = of_int8(ordered=True)
+    stored, values = form.write(matrix(128, 192))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        for index in PARTS:
+            assert torch.equal(tensor.read(index, torch.float32), values[index])
+        assert isinstance(tensor, HasIntegers)
+        assert tensor.read_quantized((ALL, ALL)) is None
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
+def test_kept_integers_have_the_values_of_the_matrix(kind: torch.dtype, tmp_path: Path) -> None:
+    """The product of a zero and a float32 scale may need more bits than float32 has: then integers
+    are not kept."""
+    form = of_int8(symmetric=False, kind=kind)
+    stored, values = form.write(matrix(128, 192))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert isinstance(tensor, HasIntegers)
+        kept = tensor.read_quantized((ALL, ALL))
+        assert (kept is None) == (kind == torch.float32)
+        assert kept is None or torch.equal(kept.dequantize(torch.float32), values)

@@ -141,13 +141,21 @@ def packed(
     return stored, values
 
 
-def int8(w: Tensor, group: int = -1, symmetric: bool = True) -> Written:
+def int8(
+    w: Tensor,
+    group: int = -1,
+    symmetric: bool = True,
+    ordered: bool = False,
+    kind: torch.dtype = torch.bfloat16,
+) -> Written:
     """int-quantized of compressed-tensors: signed integers."""
-    of_column = in_order(w.shape[1], group)
-    levels, zeros, scales, values = integers(w, 8, group, symmetric, of_column, torch.bfloat16)
+    of_column = (by_activation if ordered else in_order)(w.shape[1], group)
+    levels, zeros, scales, values = integers(w, 8, group, symmetric, of_column, kind)
     stored = {".weight": torch.tensor(levels - 128).to(torch.int8), ".weight_scale": scales}
     if not symmetric:
         stored[".weight_zero_point"] = torch.tensor(zeros - 128).to(torch.int8)
+    if ordered:
+        stored[".weight_g_idx"] = torch.tensor(of_column, dtype=torch.int32)
     return stored, values
 
 
