@@ -184,10 +184,8 @@ def _quantized(weight: Tensor, bits: int) -> QuantizedTensor:
     assert size % GROUP == 0, (size, GROUP)
     step = max(1, _ROWS_BYTES // (32 * max(1, size)))
     rows = [weight[row : row + step] for row in range(0, outs, step)]
-    largest = max((float(part.abs().max()) for part in rows if part.numel()), default=0.0)
     zero = 1 << (bits - 1)
-    # float16 has steps of 2^-24 below 2^-14, and ends at 65504.
-    scale_type = torch.float16 if 2**-14 < largest / zero < 2**14 else torch.float32
+    scale_type = _scale_type(rows, zero)
     integers = torch.empty(outs, size, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(outs, size // GROUP, dtype=scale_type, device=weight.device)
     for at, part in enumerate(rows):
@@ -199,6 +197,19 @@ def _quantized(weight: Tensor, bits: int) -> QuantizedTensor:
         rounded = _integers(groups, of_rows.float(), -127 if bits == 8 else -8, zero - 1)
         integers[here] = (rounded + zero).flatten(1)
     return QuantizedTensor(integers, scales, None, bits)
+
+
+def _scale_type(rows: list[Tensor], zero: int) -> torch.dtype:
+    """Returns float16 if it represents the scales of all groups. It has steps of 2^-24 below 2^-14,
+    and ends at 65504. Raises `ValueError` for a weight that is not finite."""
+    is_half = True
+    for part in rows:
+        largest = part.unflatten(1, (-1, GROUP)).abs().amax(-1).float()
+        if not bool(largest.isfinite().all()):
+            raise ValueError("a weight is infinite or not a number, so it has no scale")
+        scales = largest[largest > 0] / zero
+        is_half &= bool(((scales > 2**-14) & (scales < 2**14)).all())
+    return torch.float16 if is_half else torch.float32
 
 
 def _integers(groups: Tensor, scales: Tensor, lowest: int, highest: int) -> Tensor:

@@ -231,3 +231,24 @@ def test_the_largest_integers_are_exact_of_cpu():
         x = torch.full((2, 256), 127.0 * sign)
         found = module.linear(x, module.pack_quantized(weight, torch.float32, True))
         assert (found == 127.0 * sign * (2**bits - 1) * 256).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_groups_far_below_the_others_are_not_lost(bits: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(64, 96)
+    weight[3, 32:64] *= 1e-6
+    weight = weight.to(dtype)
+    found = quantize(weight, bits).dequantize(torch.float32)
+    groups, errors = (each.unflatten(1, (-1, GROUP)) for each in (weight.float(), found - weight))
+    largest = groups.abs().amax(2)
+    assert (errors.abs().amax(2) <= largest * (0.15 if bits == 4 else 1 / 250)).all()
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_weights_that_are_not_finite_are_refused(value: float) -> None:
+    weight = torch.ones(8, 64)
+    weight[5, 40] = value
+    with pytest.raises(ValueError, match="infinite or not a number"):
+        quantize(weight, 8)

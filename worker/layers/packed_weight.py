@@ -117,7 +117,14 @@ def pack_weights(model: HoldsTensors, packing: Packing = FLOATS) -> QuantizedByt
     for sharing in by_weight.values():
         before_bytes = sharing[0].weight.data.nbytes
         for module in sharing:
-            module.pack(packing)
+            try:
+                module.pack(packing)
+            except ValueError as error:
+                name = next(name for name, each in model.named_modules() if each is module)
+                raise ValueError(
+                    f"model.quantize: the matrix of {name}: {error}; copy or download the weights "
+                    f"again, {_OR_NOT}"
+                ) from None
             if not isinstance(packed := module.weight, torch.Tensor):
                 for other in sharing:
                     if other.weight is not packed:
