@@ -75,8 +75,9 @@ class ModelConfig(Section, frozen=True):
     (docs/operate/quantization.md)."""
     activations: Literal["exact", "int8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized
-    to `dtype`. `int8`: each 32 inputs of a row are rounded to integers of 8 bits and a scale, too,
-    which is faster and less precise. Read only if `quantize` is set."""
+    to `dtype`. `int8`: the inputs of a row are rounded to integers of 8 bits, too, with a scale for
+    each group of the weight (32 inputs; with `keep`, up to 256), which is faster and less precise.
+    Read only if `quantize` is set."""
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

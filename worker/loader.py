@@ -2,8 +2,8 @@
 
 A model names the parts of checkpoint tensors that it needs (`WeightShard`), and only these parts
 are read, directly into the parameters: at its peak, loading needs the memory of one chunk in
-addition to the parameters. Every error about the folder is one line that names the cause and the
-fix.
+addition to the parameters, or of one layer's weight if its integers are kept. Every error about the
+folder is one line that names the cause and the fix.
 """
 
 from __future__ import annotations
