@@ -211,23 +211,27 @@ class ManagerDeployment:
         return await self._change(self._manager.resume)
 
     async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
-        """Make a change. Accepted means that it is stored in the checkpoint."""
+        """Make a change. Once it is in the manager's state it takes effect, also while Ray's GCS
+        does not answer; the result says whether it is stored in the checkpoint, too."""
         try:
             if (under_way := change()) is not None:
                 await under_way
-            await self._save()
+            is_stored = await self._save()
         except (ScaleRefused, AdapterRefused) as refused:
             return ChangeResult(self._manager.target, str(refused))
-        return ChangeResult(self._manager.target)
+        return ChangeResult(self._manager.target, is_stored=is_stored)
 
-    async def _save(self) -> None:
-        """Store the request. Raises ScaleRefused if another manager has taken over."""
+    async def _save(self) -> bool:
+        """Store the request. Returns False if the store does not answer in time: the manager stores
+        the request later. Raises ScaleRefused if another manager has taken over."""
         try:
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused:
             raise
-        except Exception as error:  # the change happens anyway, and is stored later
+        except Exception as error:
             self._log.warning("checkpoint not written", error=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     async def __del__(self) -> None:
         if await is_deleting(self._app):

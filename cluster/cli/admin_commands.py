@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,7 +23,13 @@ from swell.cluster.api.admin.change_requests import (
     UpgradeRequest,
     WeightsRequest,
 )
-from swell.cluster.api.admin.protocol import Accepted, ClusterState, EngineState, UpgradeState
+from swell.cluster.api.admin.protocol import (
+    NOT_STORED,
+    Accepted,
+    ClusterState,
+    EngineState,
+    UpgradeState,
+)
 from swell.cluster.cli.console import print_table
 from swell.cluster.cli.http_client import Client, ServerError
 from swell.cluster.text.schema.request_body import RequestBody
@@ -136,7 +143,7 @@ def _follow_upgrade(args: argparse.Namespace, path: str, request: RequestBody) -
 
 
 async def _upgrade(client: Client, path: str, request: RequestBody) -> None:
-    accepted = await client.post(path, request, Accepted)
+    accepted = await _request(client, path, request)
     if accepted.kept:
         print(f"an upgrade does not change {', '.join(accepted.kept)}", flush=True)
     started, reported = time.monotonic(), ""
@@ -174,9 +181,17 @@ def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
     return 0
 
 
+async def _request(client: Client, path: str, request: RequestBody) -> Accepted:
+    """Request a change. Say so if it is accepted but not stored."""
+    accepted = await client.post(path, request, Accepted)
+    if not accepted.stored:
+        print(NOT_STORED, file=sys.stderr, flush=True)
+    return accepted
+
+
 def _switch(args: argparse.Namespace, path: str, body: RequestBody | None = None) -> int:
     """Send the request and show the state afterwards."""
-    asyncio.run(Client(args.url, args.api_key).post(path, body or RequestBody(), Accepted))
+    asyncio.run(_request(Client(args.url, args.api_key), path, body or RequestBody()))
     return status(args)
 
 
@@ -224,7 +239,7 @@ async def _until_all(
 ) -> ClusterState:
     """Send the request. Returns the state once `is_done` is true for all engines that stay and the
     cluster is paused or resumed."""
-    await client.post(path, request, Accepted)
+    await _request(client, path, request)
     wants_pause = path == "/admin/sleep"
     deadline = time.monotonic() + _SWITCH_S
     while True:
@@ -251,7 +266,7 @@ resume = partial(_switch, path="/admin/resume")
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:
     """Request a change and print its phases until it is complete. Returns the state. Raises
     ServerError if the change fails."""
-    await client.post(path, request, Accepted)
+    await _request(client, path, request)
     started, reported = time.monotonic(), ""
     while True:
         state = await _get_state(client)

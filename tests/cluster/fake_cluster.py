@@ -349,6 +349,7 @@ class FakeManager:
         self.arguments: dict[str, tuple[Any, ...]] = {}
         """Method name -> the arguments of its last call."""
         self.refusal: str | None = None
+        self.is_stored = True
         self.adapters: LoadedAdapters | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -361,7 +362,8 @@ class FakeManager:
                     getattr(self.adapters, name.removesuffix("_adapter"))(*arguments)
                 except AdapterRefused as refused:
                     return ChangeResult(2, str(refused))
-            return ("engine 0: reads weights", False) if waits else ChangeResult(2, self.refusal)
+            change = ChangeResult(2, self.refusal, is_stored=self.is_stored)
+            return ("engine 0: reads weights", False) if waits else change
 
         return type("Method", (), {"remote": staticmethod(remote)})
 

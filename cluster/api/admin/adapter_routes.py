@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin.manager_calls import call_manager
+from swell.cluster.api.admin.protocol import NOT_STORED, ChangeResult
 from swell.cluster.api.admin.serving import check_literal
 from swell.cluster.api.bodies.body_reader import read_short_body
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
@@ -79,7 +80,7 @@ class AdapterRoutes:
         if change.refusal is not None:
             raise _refused(change.refusal)
         await self._until_seen(lambda: names.find(name) == adapter)
-        return _success(f"LoRA adapter '{name}' added")
+        return _success(f"LoRA adapter '{name}' added", change)
 
     async def _unload(self, request: Request) -> Response:
         body = await self._read(request, UNLOAD, changes.UnloadAdapterRequest)
@@ -94,7 +95,7 @@ class AdapterRoutes:
                 "adapter_not_found",
             )
         await self._until_seen(lambda: names.find(name) is None)
-        return _success(f"LoRA adapter '{name}' removed")
+        return _success(f"LoRA adapter '{name}' removed", change)
 
     async def _read(self, request: Request, path: str, kind: type[Body]) -> Body:
         check_literal(request, path)
@@ -153,5 +154,6 @@ def _refused(reason: str) -> HTTPError:
     return HTTPError(400, reason, "refused")
 
 
-def _success(what: str) -> Response:
-    return Response(f"Success: {what} successfully.", media_type="text/plain")
+def _success(what: str, change: ChangeResult) -> Response:
+    note = "" if change.is_stored else f" But {NOT_STORED}."
+    return Response(f"Success: {what} successfully.{note}", media_type="text/plain")

@@ -20,6 +20,14 @@ class ChangeResult(msgspec.Struct, frozen=True):
     """Keys of a requested configuration that differ but do not change."""
     version: str = ""
     """The version of a requested configuration."""
+    is_stored: bool = True
+    """The change is in the checkpoint. False: it has begun, and is stored when the GCS answers."""
+
+
+NOT_STORED = (
+    "the change has begun, but it is not stored yet, because Ray's GCS does not answer: if the "
+    "manager is replaced before it answers, the change may be lost; check it with swell status"
+)
 
 
 class Accepted(Body, kw_only=True):
@@ -29,6 +37,9 @@ class Accepted(Body, kw_only=True):
     status: str = "accepted"
     target: int | None = None
     """The target number of engines."""
+    stored: bool = True
+    """The change survives every process. False: Ray's GCS does not answer, so the change is stored
+    later, and may be lost if the manager is replaced before."""
     kept: list[str] | UnsetType = UNSET
     """For an upgrade: keys of the configuration that differ but do not change."""
     version: str | UnsetType = UNSET

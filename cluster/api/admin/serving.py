@@ -167,7 +167,9 @@ class AdminRoutes:
         change: admin.ChangeResult = await self._call_manager(method, *arguments)
         if change.refusal is None:
             kept, version = change.kept or UNSET, change.version or UNSET
-            accepted = admin.Accepted(target=change.target, kept=kept, version=version)
+            accepted = admin.Accepted(
+                target=change.target, stored=change.is_stored, kept=kept, version=version
+            )
             return json_response(accepted, 202)
         raise HTTPError(400, change.refusal, "refused")
 

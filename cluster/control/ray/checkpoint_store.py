@@ -1,7 +1,7 @@
 """State that must survive the loss of manager and coordinator together, stored in Ray's GCS.
 
-A manager stores a request before it reports the request as accepted, so its successor continues
-with it even if all other processes died. The keys and the port of the coordinator are stored for
+A manager stores a request before it reports the request as stored, so its successor continues with
+it even if all other processes died. The keys and the port of the coordinator are stored for
 the same reason: engines and ingresses know only that coordinator. `CheckpointStore.clear` deletes
 everything when the application stops.
 """
@@ -64,7 +64,7 @@ class CheckpointStore:
     async def claim(self, owner: str, known_term: int) -> int:
         """Take over. Returns the term, which is greater than every stored one and than
         `known_term`, the greatest known from elsewhere. From now on `read` returns what the
-        predecessor has written, and it accepts no more changes."""
+        predecessor has written, and it reports no more changes as stored."""
         is_ours = False
         while not is_ours:
             self._earlier = await self._checkpoint_keys()

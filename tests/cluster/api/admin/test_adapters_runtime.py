@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.admin import adapter_routes
+from swell.cluster.api.admin.protocol import NOT_STORED
 from swell.cluster.text.adapters import LoadedAdapters
 from swell.configs.files.adapter_files import WEIGHTS_NAME
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (8, 8)}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+NEW = {"lora_name": "new"}
 JSON = {"content-type": "application/json"}
 
 
@@ -85,6 +87,19 @@ def test_a_view_without_engines_lists_the_adapters(tmp_path: Path) -> None:
         await until(lambda: cluster.ingress.llm.has_seen_view)
         answer = await cluster.client.post("/v1/completions", json=body([4, 5], 2, model="none"))
         assert answer.status_code == 404
+
+    play(tmp_path, scene)
+
+
+def test_the_answer_marks_an_adapter_that_is_not_stored(tmp_path: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        cluster.manager.is_stored = False
+        await cluster.join(0)
+        files = {"lora_name": "new", "lora_path": made(tmp_path, "a")}
+        for path in (LOAD, UNLOAD):
+            answer = await cluster.client.post(path, json=files if path == LOAD else NEW)
+            assert answer.status_code == 200
+            assert answer.text.startswith("Success: ") and NOT_STORED in answer.text
 
     play(tmp_path, scene)
 

@@ -246,6 +246,16 @@ def test_the_manager_receives_the_arguments_of_a_change(
     assert asked == ([] if arguments is None else [arguments])
 
 
+def test_the_answer_marks_a_change_that_is_not_stored(folder: Path) -> None:
+    async def run() -> None:
+        async with FakeCluster(folder).serving() as cluster:
+            cluster.manager.is_stored = False
+            told = await cluster.client.post("/admin/scale", json={"engines": 2})
+            assert told.status_code == 202 and told.json()["stored"] is False
+
+    asyncio.run(run())
+
+
 def test_pause_and_resume_call_the_manager(folder: Path) -> None:
     async def run() -> None:
         async with FakeCluster(folder).serving() as cluster:
@@ -254,7 +264,7 @@ def test_pause_and_resume_call_the_manager(folder: Path) -> None:
                 answer = await cluster.client.post(f"/admin/{verb}", json={})
                 assert (answer.status_code, answer.json()) == (
                     202,
-                    {"status": "accepted", "target": 2},
+                    {"status": "accepted", "target": 2, "stored": True},
                 )
                 cluster.manager.refusal = "no room for 3 engines"
                 answer = await cluster.client.post(f"/admin/{verb}", json={})
