@@ -126,6 +126,18 @@ def part_paths(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{k:05}-of-{name[2]}.gguf") for k in range(1, int(name[2]) + 1)]
 
 
+def existing_parts(path: Path) -> list[Path]:
+    """Returns the files of a model by the name of its first one. Raises GgufError if some are
+    missing."""
+    paths = part_paths(path)
+    if missing := [part for part in paths if not part.is_file()]:
+        raise GgufError(
+            f"{path} is one of {len(paths)} parts, and {len(missing)} are missing, first "
+            f"{missing[0].name!r}; copy them into the same folder"
+        )
+    return paths
+
+
 def _checked_parts(path: Path, count: int, number: Any) -> list[Path]:
     paths = part_paths(path)
     if len(paths) != count:
@@ -135,12 +147,7 @@ def _checked_parts(path: Path, count: int, number: Any) -> list[Path]:
         )
     if number != 0 or path != paths[0]:
         raise GgufError(f"{path} is a part of a model; specify the first of the parts, {paths[0]}")
-    if missing := [part for part in paths if not part.is_file()]:
-        raise GgufError(
-            f"{path} is the first of {count} parts, and {len(missing)} are missing, first "
-            f"{missing[0].name!r}; copy them into the same folder"
-        )
-    return paths
+    return existing_parts(path)
 
 
 def _read_part(path: Path) -> GgufFile:

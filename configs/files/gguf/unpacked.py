@@ -24,12 +24,14 @@ from typing import Any
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.files.gguf.architectures import model_config
-from swell.configs.files.gguf.header import GgufError, GgufFile, part_paths, read_header, shown
+from swell.configs.files.gguf.header import GgufError, GgufFile, existing_parts, read_header, shown
 from swell.configs.files.gguf.tensor_names import sources
 from swell.configs.files.gguf.tokenizer import read_vocabulary, tokenizer_files
 from swell.configs.files.private_files import enter_folder
 
 COMPLETE = "complete.json"
+_ALWAYS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+"""The files of every model."""
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -75,7 +77,7 @@ def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, A
 
 def _folder(path: Path) -> Path:
     identity = [_code_digest()]
-    for part in part_paths(path):
+    for part in existing_parts(path):
         found = part.stat()
         identity.append(f"{part.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}")
     digest = hashlib.blake2b("\n".join(identity).encode(), digest_size=12).hexdigest()
@@ -91,12 +93,17 @@ def _code_digest() -> str:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether every file is there: programs that clean /tmp may have removed some."""
+    """Whether every file is there: programs that clean /tmp may have removed some, and a loss of
+    power may have emptied some."""
     try:
         with enter_folder(folder.parent, make=True), enter_folder(folder):
             sizes = parse_json(read_file(folder / COMPLETE, MAX_CONFIG_BYTES))
-            return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except FileNotFoundError:
+            return (
+                isinstance(sizes, dict)
+                and sizes.keys() >= _ALWAYS
+                and all((folder / name).stat().st_size == size for name, size in sizes.items())
+            )
+    except (FileNotFoundError, ValueError):
         return False
 
 
@@ -107,10 +114,10 @@ def _write(folder: Path, files: Mapping[str, Any], changed_s: float) -> None:
     try:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-            (written / name).write_text(text)
+            (written / name).write_text(text, encoding="utf-8")
             os.utime(written / name, (changed_s, changed_s))
         sizes = {name: (written / name).stat().st_size for name in files}
-        (written / COMPLETE).write_text(json.dumps(sizes))
+        (written / COMPLETE).write_text(json.dumps(sizes), encoding="utf-8")
         if not _is_complete(folder):
             shutil.rmtree(folder, ignore_errors=True)
             written.rename(folder)
