@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 import pytest
 
-from swell.cluster.api.admin.protocol import ClusterState
+from swell.cluster.api.admin.protocol import Accepted, ClusterState
 from swell.cluster.cli import admin_commands
 from swell.cluster.cli.main import main
 
@@ -70,8 +70,9 @@ def switch(
     class Fake:
         def __init__(self, *_arguments: object) -> None: ...
 
-        async def post(self, *arguments: Any) -> None:
+        async def post(self, *arguments: Any) -> Accepted:
             requested.append(arguments[0])
+            return Accepted()
 
         async def get(self, *_arguments: object) -> ClusterState:
             return left.pop(0) if len(left) > 1 else left[0]
