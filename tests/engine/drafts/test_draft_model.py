@@ -286,7 +286,7 @@ def test_saved_weights_of_a_draft_model(reference: dict[str, list[Any]], tmp_pat
 
 
 def test_an_error_names_the_key_of_the_draft_model(tmp_path: Path) -> None:
-    path = changed(tmp_path / "small", hidden_act="gelu")
+    path = changed(tmp_path / "small", hidden_act="relu")
     with pytest.raises(ConfigError, match=r"try drafts\.model\.backend=transformers"):
         drafting({"path": path})
     with drafting({"path": path, "backend": "transformers"}) as llm:
