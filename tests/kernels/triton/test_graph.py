@@ -13,6 +13,8 @@ import torch
 
 from swell.kernels.graph import NotCapturableError
 
+pytestmark = pytest.mark.slow
+
 NAME = "swell.kernels.triton.graph"
 
 
