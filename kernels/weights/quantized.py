@@ -42,7 +42,7 @@ class QuantizedForm:
 
     @property
     def zero(self) -> int:
-        """The integer that stands for zero if there are no minima."""
+        """The integer of the number zero, if there are no minima."""
         return 1 << (self.bits - 1)
 
     def block_bytes(self, panel: int) -> int:

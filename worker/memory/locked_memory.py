@@ -18,8 +18,8 @@ class LockedMemory:
     done before this object is dropped."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        """`nbytes`: at least one; `device`: what reads and writes the memory."""
-        # Of its own pages: CUDA does not lock a page twice, and small blocks would share one.
+        """`nbytes`: at least one; `device`: the device that reads and writes the memory."""
+        # Each block has its own pages: CUDA does not lock a page twice.
         pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes]
         self.error = 0

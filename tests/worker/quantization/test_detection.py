@@ -147,7 +147,7 @@ def test_methods_that_are_not_supported(
     ],
 )
 def test_values_that_are_not_supported(folder: Path, config: dict[str, Any], value: str) -> None:
-    """They are refused before the weights are read."""
+    """The loader refuses them before it reads the weights."""
     change_config(folder, quantization_config=config)
     (folder / WEIGHTS).unlink()
     text = refusal(folder)
