@@ -2,8 +2,9 @@
 
 A model names the parts of checkpoint tensors that it needs (`WeightShard`), and only these parts
 are read, directly into the parameters: at its peak, loading needs the memory of one chunk in
-addition to the parameters, or of one layer's weight if its integers are kept. Every error about the
-folder is one line that names the cause and the fix.
+addition to the parameters. Weights that are quantized replace the floats matrix by matrix: at its
+peak, loading then needs the memory of one matrix in addition to the quantized model. Every error
+about the folder is one line that names the cause and the fix.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -35,14 +36,18 @@ from swell.worker.checkpoint.gguf.checkpoint import GgufCheckpoint
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
-from swell.worker.layers.packed_weight import FLOATS, Packing, QuantizedBytes
+from swell.worker.layers.packed_weight import FLOATS, Packing
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
 from swell.worker.model_interfaces import HasMesh, HoldsTensors
 from swell.worker.models.text_part import text_names, towers, wrapper_class
 from swell.worker.quantization.detection import find_scheme
-from swell.worker.quantization.kept_integers import Needed, keep_integers
+from swell.worker.quantization.loaded_matrices import (
+    FLOAT_MATRICES,
+    LoadedMatrices,
+    QuantizedMatrices,
+)
 from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
@@ -51,9 +56,6 @@ Progress = Callable[[int, int], None]
 
 ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
 """Accepts the names of a checkpoint's tensors and returns the shards to fill."""
-
-Keep = Callable[[Sequence[Needed], Callable[[int], None]], tuple[list[Needed], QuantizedBytes]]
-"""`keep_integers` for one model."""
 
 DUMMY_STD = 0.02
 """Standard deviation of dummy weights: it gives logits of a few units at every depth."""
@@ -81,9 +83,8 @@ def load_weights(
     progress: Progress | None = None,
     packing: Packing = FLOATS,
 ) -> LoadedWeights:
-    """Fills the parameters of `model` with this rank's part of the checkpoint. The log names the
-    parts that are not served. If `packing` keeps integers, layers get packed weights where the
-    checkpoint has integers for them.
+    """Fills the parameters of `model` with this rank's part of the checkpoint, and quantizes those
+    that `packing` says. The log names the parts that are not served.
 
     Raises `ValueError` for a folder that does not hold what the model needs.
     """
@@ -96,11 +97,11 @@ def load_weights(
             with closing(open_checkpoint(model_config)) as stored:
                 for note in stored.notes:
                     log.info(note, model=model_config.path)
-        keep = None
-        if packing.keeps_integers and isinstance(model, HoldsTensors):
-            keep = partial(keep_integers, model, packing)
+        matrices = FLOAT_MATRICES
+        if packing.is_quantized and isinstance(model, HoldsTensors):
+            matrices = QuantizedMatrices(model, packing)
         return LoadedWeights(
-            load_weight_shards(model.weight_shards, model_config, progress, keep), 0
+            load_weight_shards(model.weight_shards, model_config, progress, matrices), 0
         )
     assert isinstance(model, HasMesh), "only models that sample are saved sharded"
     folder = weights_folder(model_config.path)
@@ -129,37 +130,32 @@ def load_weight_shards(
     shards_of: ShardsOf,
     model_config: ModelConfig,
     progress: Progress | None = None,
-    keep: Keep | None = None,
+    matrices: LoadedMatrices = FLOAT_MATRICES,
 ) -> int:
-    """Fills the shards that `shards_of` returns; returns the bytes of the weights. `keep` may fill
-    some shards otherwise.
+    """Fills the shards that `shards_of` returns, and quantizes `matrices`; returns the bytes of the
+    weights.
 
     `load_format: dummy` fills them with random numbers that depend only on `model.seed`, the
     tensor's name, the part and the kind of the device, which draws them. Raises `ValueError` for a
     folder that does not hold the shards.
     """
     with closing(open_checkpoint(model_config)) as stored:
-        weight_shards = list(shards_of(stored.names))
-        report = _LoadProgress(sum(p.target.nbytes for p in weight_shards), progress)
+        shards = list(shards_of(stored.names))
+        report = _LoadProgress(sum(shard.target.nbytes for shard in shards), progress)
+        device = shards[0].target.device if shards else torch.device("cpu")
+        groups = matrices.group(shards)
+        del shards  # a target keeps the memory of its matrix
         if model_config.load_format == "dummy":
-            _fill(weight_shards, model_config.seed, report)
-            return report.total
-        for shard in weight_shards:
-            if shard.name not in stored.names:
-                raise ValueError(
-                    f"model {model_config.path!r}: the weights have no tensor {shard.name!r}; the "
-                    "files do not belong to this config.json, or the download is incomplete"
-                )
-        needed = [(stored.tensor(shard.name), shard) for shard in weight_shards]
-        device = needed[0][1].target.device if needed else torch.device("cpu")
-        needed.sort(key=lambda pair: pair[0].file)
-        kept = QuantizedBytes(0, 0)
-        if keep is not None:
-            needed, kept = keep(needed, report.add)
-        with Uploads(device) as uploads:
-            for tensor, shard in needed:
-                _read(tensor, shard, uploads, report)
-        return report.total - kept.before + kept.after
+            for group in _popped(groups):
+                for shard in group:
+                    _fill(shard, model_config.seed, report)
+                matrices.on_filled(group)
+        else:
+            with Uploads(device) as uploads:
+                for group in _popped(_by_file(groups, stored, model_config.path)):
+                    _read_group(group, stored, matrices, uploads, report)
+        quantized = matrices.quantized
+        return report.total - quantized.before + quantized.after
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
@@ -236,27 +232,65 @@ class _LoadProgress:
         self.progress(self.done, self.total)
 
 
-def _fill(weight_shards: Sequence[WeightShard], seed: int, report: _LoadProgress) -> None:
+def _popped(groups: list[list[WeightShard]]) -> Iterator[list[WeightShard]]:
+    """Yields the groups, and drops each before the next: a target keeps the memory of its
+    matrix."""
+    groups.reverse()
+    while groups:
+        yield groups.pop()
+
+
+def _by_file(
+    groups: list[list[WeightShard]], stored: Checkpoint, path: str
+) -> list[list[WeightShard]]:
+    """Sorts groups by the file of their first shard. Raises `ValueError` for a shard without a
+    tensor."""
+    for shard in chain.from_iterable(groups):
+        if shard.name not in stored.names:
+            raise ValueError(
+                f"model {path!r}: the weights have no tensor {shard.name!r}; the files do not "
+                "belong to this config.json, or the download is incomplete"
+            )
+    groups.sort(key=lambda group: stored.tensor(group[0].name).file)
+    return groups
+
+
+def _fill(shard: WeightShard, seed: int, report: _LoadProgress) -> None:
     """Fills matrices with random numbers, norm weights with ones and biases with zeros, as in a new
     model."""
-    for shard in weight_shards:
-        target, device = shard.target, shard.target.device
-        if not target.is_floating_point():
-            target.zero_()
-        elif target.dim() >= 2:
-            generator = torch.Generator(device)
-            generator.manual_seed(_seed(seed, shard))
-            noise = torch.empty(target.shape, dtype=torch.float32, device=device)
-            target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
-        else:
-            target.fill_(0.0 if shard.name.endswith("bias") else 1.0)
-        report.add(target.nbytes)
+    target, device = shard.target, shard.target.device
+    if not target.is_floating_point():
+        target.zero_()
+    elif target.dim() >= 2:
+        generator = torch.Generator(device)
+        generator.manual_seed(_seed(seed, shard))
+        noise = torch.empty(target.shape, dtype=torch.float32, device=device)
+        target.copy_(noise.normal_(0.0, DUMMY_STD, generator=generator))
+    else:
+        target.fill_(0.0 if shard.name.endswith("bias") else 1.0)
+    report.add(target.nbytes)
 
 
 def _seed(seed: int, shard: WeightShard) -> int:
     """Returns a seed for a shard that depends only on `seed`, the tensor's name and the part."""
     text = f"{seed} {shard.name} {shard.index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _read_group(
+    group: Sequence[WeightShard],
+    stored: Checkpoint,
+    matrices: LoadedMatrices,
+    uploads: Uploads,
+    report: _LoadProgress,
+) -> None:
+    needed = [(stored.tensor(shard.name), shard) for shard in group]
+    if matrices.keep(needed):
+        report.add(sum(shard.target.nbytes for shard in group))
+        return
+    for tensor, shard in needed:
+        _read(tensor, shard, uploads, report)
+    matrices.on_filled(group)
 
 
 def _read(

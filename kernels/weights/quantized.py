@@ -68,6 +68,12 @@ class QuantizedTensor:
         group = self.integers.shape[1] // self.scales.shape[1]
         return QuantizedForm(self.bits, group, self.mins is not None, self.scales.dtype)
 
+    def rows(self, start: int, count: int) -> QuantizedTensor:
+        """Returns some neighbouring outputs, as views."""
+        part = slice(start, start + count)
+        mins = None if self.mins is None else self.mins[part]
+        return QuantizedTensor(self.integers[part], self.scales[part], mins, self.bits)
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight [out, in]: each number is rounded to float32, then to `dtype`."""
         outs, size = self.integers.shape
@@ -111,23 +117,13 @@ class PackedQuantizedTensor:
         cls, weight: QuantizedTensor, panel: int, dtype: torch.dtype, integer_activations: bool
     ) -> PackedQuantizedTensor:
         """Returns the weight in panels of this many outputs."""
-        outs, size = weight.integers.shape
-        form = weight.form
+        (outs, size), form = weight.integers.shape, weight.form
         groups = size // form.group
-        padding = (0, 0, 0, -outs % panel)
-        bytes_ = weight.integers
-        if form.bits == 4:
-            low, high = bytes_.unflatten(1, (-1, 2, 4)).unbind(2)
-            bytes_ = (low | high << 4).flatten(1)
-        words = _cast(functional.pad(bytes_, padding), torch.int32)
-        # [panels, panel, groups, words] -> [panels, groups, words, panel]
-        words = words.unflatten(1, (groups, -1)).unflatten(0, (-1, panel)).permute(0, 2, 3, 1)
-        parts = [_cast(words.flatten(2), torch.uint8)]
-        for numbers in (weight.mins, weight.scales):
-            if numbers is not None:
-                numbers = functional.pad(numbers, padding).unflatten(0, (-1, panel))
-                parts.insert(0, _cast(numbers.transpose(1, 2), torch.uint8))
-        return cls(torch.cat(parts, 2), outs, size, form, dtype, integer_activations)
+        data = weight.integers.new_empty(-(-outs // panel), groups, form.block_bytes(panel))
+        step = max(1, _ROWS_BYTES // (8 * panel * size)) * panel
+        for row in range(0, outs, step):
+            data[row // panel : (row + step) // panel] = _blocks(weight.rows(row, step), panel)
+        return cls(data, outs, size, form, dtype, integer_activations)
 
     def unpack(self) -> QuantizedTensor:
         """Returns the weight as it was packed."""
@@ -148,6 +144,25 @@ class PackedQuantizedTensor:
         ]
         mins = unpacked[1] if form.has_mins else None
         return QuantizedTensor(integers, unpacked[0], mins, form.bits)
+
+
+def _blocks(weight: QuantizedTensor, panel: int) -> Tensor:
+    """Returns a weight as the data of a `PackedQuantizedTensor`."""
+    form, (outs, size) = weight.form, weight.integers.shape
+    padding = (0, 0, 0, -outs % panel)
+    bytes_ = weight.integers
+    if form.bits == 4:
+        low, high = bytes_.unflatten(1, (-1, 2, 4)).unbind(2)
+        bytes_ = (low | high << 4).flatten(1)
+    words = _cast(functional.pad(bytes_, padding), torch.int32)
+    # [panels, panel, groups, words] -> [panels, groups, words, panel]
+    words = words.unflatten(1, (size // form.group, -1)).unflatten(0, (-1, panel))
+    parts = [_cast(words.permute(0, 2, 3, 1).flatten(2), torch.uint8)]
+    for numbers in (weight.mins, weight.scales):
+        if numbers is not None:
+            numbers = functional.pad(numbers, padding).unflatten(0, (-1, panel))
+            parts.insert(0, _cast(numbers.transpose(1, 2), torch.uint8))
+    return torch.cat(parts, 2)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,10 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.configs.schema import Config, load
+from swell.configs.schema import Config, ModelConfig, ParallelConfig, load
 from swell.kernels.linear import panel
 from swell.kernels.weights.quantized import PackedQuantizedTensor, quantize
-from swell.worker.layers.packed_weight import PackedWeight, Packing
+from swell.worker.comm.mesh import Mesh
+from swell.worker.hf_config import load_config
+from swell.worker.layers.packed_weight import PackedWeight, Packing, pack_weights
+from swell.worker.loader import load_weights
+from swell.worker.models import build_model
 from swell.worker.sharded.saving import save_sharded
 from swell.worker.worker import Worker
 from tests.support import adapters
@@ -122,6 +126,43 @@ def _value(logprob: Any) -> float:
 def config_of(folder: Path, **settings: Any) -> Config:
     model = {"model.device": "cpu", "cache.memory_bytes": 4_000_000, **settings}
     return load(str(folder), model)
+
+
+def built(folder: Path, mesh: Mesh, **settings: Any) -> tuple[Any, ModelConfig]:
+    config = config_of(folder, **settings).model
+    return build_model(config, load_config(config), mesh, "cpu", torch.float32), config
+
+
+def weights_of(model: Any) -> dict[str, Any]:
+    layers = dict(model.named_modules())
+    return {name: one.weight for name, one in layers.items() if isinstance(one, PackedWeight)}
+
+
+def test_weights_that_are_quantized_while_they_are_loaded_equal_those_quantized_later(
+    tmp_path: Path,
+) -> None:
+    """The last rank has padded rows, which no checkpoint fills: NaNs in them are replaced."""
+    folder = make(tmp_path / "m", "llama-tied", vocab_size=513)
+    for backend, form in (("native", "int4"), ("native", "int8"), ("transformers", "int4")):
+        mesh = Mesh.build(ParallelConfig(tensor=2), 1)
+        model, config = built(folder, mesh, **{"model.backend": backend})
+        load_weights(model, config)
+        packing = Packing(bits=BITS[form])
+        sizes = pack_weights(model, packing)
+        loaded, config = built(folder, mesh, **{"model.backend": backend})
+        for parameter in loaded.parameters():
+            parameter.fill_(torch.nan)
+        nbytes = load_weights(loaded, config, packing=packing).nbytes
+        assert nbytes == load_weights(*built(folder, mesh, **{"model.backend": backend})).nbytes - (
+            sizes.before - sizes.after
+        )
+        assert pack_weights(loaded, packing) == (0, 0), "nothing is left to quantize"
+        expected, found = weights_of(model), weights_of(loaded)
+        assert list(found) == list(expected)
+        for name, weight in found.items():
+            other = expected[name]
+            assert isinstance(weight, PackedQuantizedTensor) and weight.form == other.form, name
+            assert torch.equal(weight.data, other.data), name
 
 
 def test_a_worker_reports_the_bytes_of_quantized_weights(tmp_path: Path) -> None:

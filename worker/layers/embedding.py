@@ -68,6 +68,8 @@ class ParallelLMHead(_VocabRows):
         self._tied = (embedding,)  # in a tuple, so that it is not registered as a submodule
 
     def pack(self, packing: Packing) -> None:
+        if isinstance(self.weight, torch.Tensor):
+            self.weight[self.tokens :] = 0.0  # no checkpoint has padded rows
         super().pack(packing)
         for tied in self._tied:
             tied.replace(self.weight)

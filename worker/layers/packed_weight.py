@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,21 +38,28 @@ class Packing:
     @classmethod
     def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Packing:
         """Raises `ValueError` if the device cannot compute with such weights."""
-        bits = _BITS[config.quantize]
         wanted = f"model.quantize={config.quantize}"
-        keeps_integers = config.quantize == "keep"
-        is_quantized = bool(bits) or keeps_integers
-        if is_quantized and device.type != "cpu":
+        packing = cls(
+            exact=config.exact,
+            bits=_BITS[config.quantize],
+            keeps_integers=config.quantize == "keep",
+            integer_activations=config.activations == "int8",
+        )
+        if packing.is_quantized and device.type != "cpu":
             raise ValueError(
                 f"{wanted}: only CPUs compute with quantized weights; use model.device=cpu, "
                 f"{_OR_NOT}"
             )
-        if is_quantized and dtype not in (torch.float32, torch.bfloat16):
+        if packing.is_quantized and dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(
                 f"{wanted} needs model.dtype=float32 or bfloat16, but the type of this model is "
                 f"{str(dtype).removeprefix('torch.')}; set model.dtype, {_OR_NOT}"
             )
-        return cls(config.exact, bits, keeps_integers, config.activations == "int8")
+        return packing
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits is not None or self.keeps_integers
 
 
 FLOATS = Packing()
@@ -61,7 +69,7 @@ class Packable(nn.Module):
     """A layer whose weights are packed once they are loaded."""
 
     def pack(self, packing: Packing) -> None:
-        """Replaces loaded weights by their packed form, unless they were loaded in that form."""
+        """Replaces loaded weights by their packed form."""
         raise NotImplementedError
 
 
@@ -73,8 +81,6 @@ class PackedWeight(Packable):
 
     def pack(self, packing: Packing) -> None:
         weight, bits = self.weight, self.quantized_bits(packing)
-        if isinstance(weight, PackedQuantizedTensor):
-            return
         if bits is not None:
             plain = weight.unpack() if isinstance(weight, PackedTensor) else weight
             quantized = quantize(plain, bits)
@@ -105,8 +111,8 @@ class QuantizedBytes(NamedTuple):
 
 
 def pack_weights(model: HoldsTensors, packing: Packing = FLOATS) -> QuantizedBytes:
-    """Packs every weight of a loaded model, and those that several modules share once. Afterwards
-    the model cannot be loaded again."""
+    """Packs every weight of a loaded model that is not packed yet, and those that several modules
+    share once. Afterwards the model cannot be loaded again."""
     before = after = 0
     by_weight: dict[int, list[PackedWeight]] = defaultdict(list)
     for module in model.modules():
@@ -115,24 +121,34 @@ def pack_weights(model: HoldsTensors, packing: Packing = FLOATS) -> QuantizedByt
         elif isinstance(module, Packable):
             module.pack(packing)
     for sharing in by_weight.values():
-        before_bytes = sharing[0].weight.data.nbytes
-        for module in sharing:
-            try:
-                module.pack(packing)
-            except ValueError as error:
-                name = next(name for name, each in model.named_modules() if each is module)
-                raise ValueError(
-                    f"model.quantize: the matrix of {name}: {error}; copy or download the weights "
-                    f"again, {_OR_NOT}"
-                ) from None
-            if not isinstance(packed := module.weight, torch.Tensor):
-                for other in sharing:
-                    if other.weight is not packed:
-                        other.replace(packed)
-                if isinstance(packed, PackedQuantizedTensor):
-                    before, after = before + before_bytes, after + packed.data.nbytes
-                break
+        if not isinstance(sharing[0].weight, PackedQuantizedTensor):
+            quantized = pack_layers(model, sharing, packing)
+            before, after = before + quantized.before, after + quantized.after
     return QuantizedBytes(before, after)
+
+
+def pack_layers(
+    model: HoldsTensors, sharing: Sequence[PackedWeight], packing: Packing
+) -> QuantizedBytes:
+    """Packs the weight that layers of a model share, unless all of them use it as it is."""
+    before_bytes = sharing[0].weight.data.nbytes
+    for layer in sharing:
+        try:
+            layer.pack(packing)
+        except ValueError as error:
+            name = next(name for name, each in model.named_modules() if each is layer)
+            raise ValueError(
+                f"model.quantize: the matrix of {name}: {error}; copy or download the weights "
+                f"again, {_OR_NOT}"
+            ) from None
+        if not isinstance(packed := layer.weight, torch.Tensor):
+            for other in sharing:
+                if other.weight is not packed:
+                    other.replace(packed)
+            if isinstance(packed, PackedQuantizedTensor):
+                return QuantizedBytes(before_bytes, packed.data.nbytes)
+            break
+    return QuantizedBytes(0, 0)
 
 
 def refuse_unquantizable(model: HoldsTensors, packing: Packing) -> None:

@@ -1,8 +1,9 @@
-"""Tensors whose memory is allocated when it is written."""
+"""Tensors whose memory is allocated when it is written, and memory that is given back."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import weakref
@@ -63,3 +64,10 @@ def _map(num_bytes: int) -> Tensor:
     else:
         weakref.finalize(memory, os.close, announcement)
     return tensor
+
+
+def trim_heap() -> None:
+    """Returns freed blocks of this process to the system: glibc keeps those that are not large."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -13,6 +12,7 @@ from pathlib import Path
 import torch
 
 from swell.worker.layers.packed_weight import PackedWeight
+from swell.worker.memory.host_memory import trim_heap
 from swell.worker.memory.locked_copy import LockedCopy
 from swell.worker.memory.locked_memory import warn_of_plain_memory
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
@@ -83,9 +83,7 @@ def give_back(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # otherwise glibc keeps small blocks
-    if trim is not None:
-        trim(0)
+    trim_heap()
 
 
 def collect_frozen() -> None:

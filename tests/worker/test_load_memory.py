@@ -1,0 +1,99 @@
+"""The memory that a worker needs while it loads a model whose weights are quantized: the quantized
+model, and one matrix of floats. Measured in bytes, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.kernels.linear import panel
+from tests.worker import tiny_models
+from tests.worker.quantization import writers
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(panel("cpu") is None, reason="no compiler: only a slow backend computes"),
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+
+MIB = 2**20
+LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 512}
+SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 60, "vocab_size": 512}
+"""Matrices so small that the heap of the C library holds them."""
+
+MEASURE = """
+import json, sys
+from pathlib import Path
+from swell.configs.schema import load
+from swell.worker import worker as module
+
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024
+
+anonymous, first, build = [], {}, module.build_model
+
+def build_and_begin(*arguments):
+    model = build(*arguments)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins here
+    first.update({key: status(key) for key in ("RssAnon", "VmHWM")})
+    return model
+
+path, settings = sys.argv[1], json.loads(sys.argv[2])
+module.build_model = build_and_begin
+worker = module.Worker(load(path, {"model.device": "cpu", "model.dtype": "float32", **settings}))
+worker._on_loaded = lambda done, total: anonymous.append(status("RssAnon"))
+nbytes = worker.load()
+print(json.dumps({
+    "nbytes": nbytes,
+    "peak_anonymous": max(anonymous) - first["RssAnon"],
+    "peak": status("VmHWM") - first["VmHWM"],
+}))
+"""
+
+
+def measure(path: Path, **settings: Any) -> dict[str, int]:
+    command = [sys.executable, "-c", MEASURE, str(path), json.dumps(settings)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def largest_matrix(sizes: dict[str, int]) -> int:
+    """The bytes of the gate and up projections, which are one matrix."""
+    return 2 * sizes["intermediate_size"] * sizes["hidden_size"] * 4
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize(("form", "sizes"), [("int8", SMALL), ("int4", LARGE)])
+def test_random_weights(form: str, sizes: dict[str, int], backend: str, tmp_path: Path) -> None:
+    """All resident memory counts: no file is read."""
+    tiny_models.make(tmp_path, "llama", **sizes)
+    settings = {"model.load_format": "dummy", "model.backend": backend}
+    found = measure(tmp_path, **settings, **{"model.quantize": form})
+    # A matrix of floats, as many random numbers, its integers, and what the code itself needs; all
+    # floats take 300 MB.
+    assert found["peak"] < found["nbytes"] + 3 * largest_matrix(sizes) + 40 * MIB
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
+def test_stored_weights(sizes: dict[str, int], tmp_path: Path) -> None:
+    """Pages of mapped files are not counted."""
+    tiny_models.make(tmp_path, "llama", **sizes)
+    found = measure(tmp_path, **{"model.quantize": "int8"})
+    assert found["peak_anonymous"] < found["nbytes"] + 2 * largest_matrix(sizes) + 40 * MIB
+
+
+def test_kept_integers(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", (tmp_path / "quantized", tmp_path / "plain")
+    tiny_models.make(source, "llama", **LARGE)
+    form = writers.FORMATS["gptq-8"]
+    writers.quantize_folder(source, form, lambda name, _: name.endswith("proj.weight"), out)
+    found = measure(out[0], **{"model.quantize": "keep"})
+    assert found["peak_anonymous"] < found["nbytes"] + 2 * largest_matrix(LARGE) + 40 * MIB

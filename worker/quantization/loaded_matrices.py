@@ -1,0 +1,144 @@
+"""Quantizes the matrices of a model while they are loaded.
+
+Each is quantized as soon as its shards are filled, so that only one matrix at a time is in memory
+as floats. Integers of quantized checkpoints are kept where products can use them: these matrices
+are never floats.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from swell.kernels.linear import pack_quantized
+from swell.kernels.weights.quantized import QuantizedTensor
+from swell.worker.checkpoint.checkpoint import HasIntegers, StoredTensor
+from swell.worker.layers.packed_weight import (
+    PackedWeight,
+    Packing,
+    QuantizedBytes,
+    pack_layers,
+)
+from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.memory.host_memory import trim_heap
+from swell.worker.model_interfaces import HoldsTensors
+
+TRIM_BYTES = 16 * 2**20
+"""The most bytes of freed floats that the heap may keep."""
+
+Needed = tuple[StoredTensor, WeightShard]
+
+
+class LoadedMatrices:
+    """The matrices of a model that stay floats while they are loaded."""
+
+    quantized = QuantizedBytes(0, 0)
+    """The sizes of the matrices that were quantized so far."""
+
+    def group(self, shards: Sequence[WeightShard]) -> list[list[WeightShard]]:
+        """Returns the shards in groups: those of one matrix that is quantized are one group."""
+        return [[shard] for shard in shards]
+
+    def keep(self, needed: Sequence[Needed]) -> bool:
+        """Whether the integers of a group's tensors became the weight of its layers, so that the
+        shards need not be filled."""
+        return False
+
+    def on_filled(self, shards: Sequence[WeightShard]) -> None:
+        """Quantizes the matrix of a group, if it has one."""
+
+
+FLOAT_MATRICES = LoadedMatrices()
+
+
+class QuantizedMatrices(LoadedMatrices):
+    """The matrices of a model that are quantized while they are loaded."""
+
+    def __init__(self, model: HoldsTensors, packing: Packing) -> None:
+        self._model, self._packing = model, packing
+        self._freed_bytes = 0
+        """The bytes of the floats that were freed since the heap was trimmed."""
+        self._layers: defaultdict[int, list[PackedWeight]] = defaultdict(list)
+        """Memory of a weight -> the layers that share it."""
+        for module in model.modules():
+            if isinstance(module, PackedWeight) and module.may_be_packed:
+                self._layers[_memory(module.weight)].append(module)
+
+    def group(self, shards: Sequence[WeightShard]) -> list[list[WeightShard]]:
+        groups: list[list[WeightShard]] = []
+        of_matrices: dict[int, list[WeightShard]] = {}
+        for shard in shards:
+            memory = _memory(shard.target)
+            if memory not in self._layers:
+                groups.append([shard])
+            elif memory in of_matrices:
+                of_matrices[memory].append(shard)
+            else:
+                groups.append(of_matrices.setdefault(memory, [shard]))
+        return groups
+
+    def keep(self, needed: Sequence[Needed]) -> bool:
+        layers = self._layers.get(_memory(needed[0][1].target))
+        if layers is None or not self._packing.keeps_integers:
+            return False
+        weight = layers[0].weight
+        integers = _joined(weight, needed)
+        if integers is None:
+            return False
+        packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
+        for layer in layers:
+            layer.replace(packed)
+        self._count(QuantizedBytes(weight.nbytes, packed.data.nbytes))
+        return True
+
+    def on_filled(self, shards: Sequence[WeightShard]) -> None:
+        layers = self._layers.get(_memory(shards[0].target))
+        if layers is not None and self._packing.bits is not None:
+            self._count(pack_layers(self._model, layers, self._packing))
+
+    def _count(self, quantized: QuantizedBytes) -> None:
+        before, after = self.quantized
+        self.quantized = QuantizedBytes(before + quantized.before, after + quantized.after)
+        self._freed_bytes += quantized.before
+        if self._freed_bytes >= TRIM_BYTES:
+            self._freed_bytes = 0
+            trim_heap()
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor | None:
+    """Returns the weight that shards of some of its rows make; None if they do not have one form,
+    or do not fill it."""
+    parts: list[QuantizedTensor] = []
+    row = 0
+    for tensor, shard in sorted(shards, key=lambda pair: pair[1].target.storage_offset()):
+        is_next = shard.target.storage_offset() == row * weight.shape[1]
+        is_whole = tensor.shape == tuple(shard.shape) and shard.target.shape[1:] == weight.shape[1:]
+        if not (is_next and is_whole and isinstance(tensor, HasIntegers)):
+            return None
+        part = tensor.read_quantized(shard.index)
+        if part is None:
+            return None
+        parts.append(part)
+        row += len(part.integers)
+    forms = {(part.bits, part.scales.shape[1]) for part in parts}
+    if row != weight.shape[0] or len(forms) != 1:
+        return None
+    mins = None
+    if any(part.mins is not None for part in parts):
+        mins = torch.cat([_mins(part) for part in parts])
+    scales = torch.cat([part.scales for part in parts])
+    half = scales.to(torch.float16)
+    if mins is None and torch.equal(half.to(torch.float32), scales):
+        scales = half
+    integers = torch.cat([part.integers for part in parts])
+    return QuantizedTensor(integers, scales, mins, parts[0].bits)
+
+
+def _mins(part: QuantizedTensor) -> torch.Tensor:
+    return -part.form.zero * part.scales if part.mins is None else part.mins
