@@ -73,7 +73,7 @@ def test_the_wheel_contains_every_file_of_swell(wheel: Path) -> None:
     wanted = {
         path.relative_to(ROOT).as_posix()
         for floor in FLOORS
-        for pattern in ("*.py", "*.cpp", "*.h")
+        for pattern in ("*.py", "*.cpp", "*.h", "*.html", "*.css", "*.js")
         for path in (ROOT / floor).rglob(pattern)
     } - {"configs/models/train.py"}
     wanted |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").glob("*.yaml")}

@@ -48,6 +48,7 @@ from swell.cluster.api.server_info import NotReady, ServerRoutes
 from swell.cluster.api.services import Services
 from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
+from swell.cluster.api.web.page_routes import PageRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.text.prompt.generation_request import GenerationRequest
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
@@ -95,6 +96,7 @@ class Ingress:
                 *self._server.routes(),
                 *AdminRoutes(services).routes(),
                 *AdapterRoutes(services).routes(),
+                *PageRoutes().routes(),
             ],
             exception_handlers={404: no_such_route, 405: no_such_route},
             middleware=[

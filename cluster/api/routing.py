@@ -184,13 +184,15 @@ def _did_you_mean(request: Request) -> str:
 
 
 class StripTrailingSlash:
-    """ASGI middleware that removes a slash at the end of a path. Many clients follow a redirect
-    without the body, or not at all."""
+    """ASGI middleware that removes a slash at the end of a path, except at the root of the server.
+    Many clients follow a redirect without the body, or not at all."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and len(scope["path"]) > 1:
-            scope = {**scope, "path": scope["path"].removesuffix("/")}
+        if scope["type"] == "http":
+            path = scope["path"].removesuffix("/")
+            is_root = path == scope.get("root_path", "")
+            scope = {**scope, "path": f"{path}/" if is_root else path}
         await self._app(scope, receive, send)

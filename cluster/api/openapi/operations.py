@@ -18,6 +18,7 @@ from swell.cluster.api.responses import protocol as responses
 from swell.cluster.api.responses.events import ResponseEvent
 from swell.cluster.api.responses.response import ResponseBody, ResponseDeleted, ResponseItemList
 from swell.cluster.api.sessions import session_bodies as sessions
+from swell.cluster.api.web.page_routes import Welcome
 from swell.cluster.text.schema.request_body import RequestBody
 
 JSON = "application/json"
@@ -74,6 +75,9 @@ OPERATIONS = (
     Operation("get", "/load", "Get the number of requests in the engines.", admin.ServerLoad),
     _show("/server_info", "Get the served model, its limits and its parsers.", admin.ServerInfo),
     Operation("get", "/openapi.json", "Get this document.", JSON),
+    Operation("get", "/", "Get the address of this document; in a browser, the page.", Welcome),
+    Operation("get", "/docs", "Get this document as a page.", "text/html"),
+    Operation("get", "/ui/{name}", "Get a file of the page.", "text/*", errors=(404,)),
     _show("/v1/models", "List the served models.", admin.ModelList),
     _show(
         "/v1/models/{model}", "Get one served model.", admin.ModelCard, errors=(*_KEY_ERRORS, 404)

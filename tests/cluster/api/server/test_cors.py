@@ -72,6 +72,11 @@ def cors_headers(answer: httpx.Response) -> dict[str, str]:
     return {name: v for name, v in answer.headers.items() if name.startswith("access-control-")}
 
 
+def varies(answer: httpx.Response) -> list[str]:
+    """Returns the headers of a request that change its answer."""
+    return answer.headers.get("vary", "").split(", ")
+
+
 ROUTES = [*GETS, *(path for path in BODIES if path not in ADMIN)]
 
 
@@ -79,7 +84,7 @@ def test_no_cors_headers_by_default(folder: Path) -> None:
     response = [call(path, PAGE) for path in ROUTES]
     response += [preflight(path, PAGE) for path in [*ROUTES, *ADMIN]]
     got = answers(folder, *response)
-    assert not any(cors_headers(one) or "vary" in one.headers for one in got)
+    assert not any(cors_headers(one) or "Origin" in varies(one) for one in got)
     assert all(one.status_code == 405 for one in got[len(ROUTES) :])
 
 
@@ -91,7 +96,7 @@ def test_all_routes_except_admin_routes_may_be_called(folder: Path, settings: An
         assert one.status_code == 200, one.text
         assert one.headers[ALLOWED] == origin
         assert {"x-swell-engine", "x-swell-warning"} <= set(one.headers[EXPOSED].split(", "))
-        assert one.headers["vary"] == "Origin"
+        assert "Origin" in varies(one)
     response = {"access-control-request-headers": "x-stainless-os, authorization"}
     for one in answers(folder, *(preflight(path, PAGE, **response) for path in ROUTES), **settings):
         assert one.status_code == 200

@@ -1,0 +1,21 @@
+"""Accessibility rules of axe-core, run inside the page."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.api.web.browser import Browser
+from tests.e2e.cluster import ROOT
+
+AXE = ROOT / "build" / "axe-core" / "axe.min.js"
+needs_axe = pytest.mark.skipif(
+    not AXE.is_file(),
+    reason=f"{AXE} is missing; run 'npm pack axe-core' and unpack it there",
+)
+
+
+def violations(browser: Browser) -> list[str]:
+    """Returns the rule and the elements of each violation on the page."""
+    browser.run(AXE.read_text())
+    found = browser.run("return axe.run(document).then((result) => result.violations)")
+    return [f"{one['id']}: {[node['html'] for node in one['nodes']]}" for one in found]
