@@ -50,7 +50,8 @@ from swell.coordinator.wire import (
 )
 
 _CHECKS_PER_TIMEOUT = 10
-"""Minimum number of turns of the loop within `stall_timeout_s`."""
+"""Minimum number of turns of the loop within `stall_timeout_s`, and within the shortest time for
+which a recovery listens."""
 _CHECK_INTERVAL_S = 0.05
 """Minimum time between two checks: each check visits all engines, and each message is one turn."""
 _HEARTBEATS_PER_TIMEOUT = 4
@@ -127,8 +128,10 @@ class CoordinatorService:
         self._recovering = recover
         self._has_moved = not endpoint.is_at(self._inbox.address)
         self._recovery_s = recovery_s(config, None, has_moved=self._has_moved)
-        self._recovery = ListeningClock(self._recovery_s)
+        soonest_s = recovery_s(config, 0.0, has_moved=False)
+        self._recovery = ListeningClock(soonest_s)
         self._recovery.advance(now)
+        self._listen_interval_s = min(self._wake_interval_s, soonest_s / _CHECKS_PER_TIMEOUT)
         self._stopping = False
         self._loop = runtime.spawn("coordinator", self._run())
 
@@ -311,7 +314,7 @@ class CoordinatorService:
         now = self._runtime.now()
         if self._recovering:
             left_s = self._recovery_s - self._recovery.read(now)
-            return min(max(0.0, left_s), self._wake_interval_s)
+            return min(max(0.0, left_s), self._listen_interval_s)
         publish_s = self._state_machine.cluster_state.wait_s(now)
         return min(publish_s, self._wake_interval_s, self._calls.wait_s(now))
 

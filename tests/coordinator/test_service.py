@@ -295,6 +295,31 @@ def test_a_successor_stopped_while_listening_listens_longer() -> None:
         engine.close()
 
 
+def test_a_successor_stopped_after_the_first_hello_listens_longer() -> None:
+    """The first hello shortens the listening period to less than a quarter of the longest one."""
+    runtime = JumpingRuntime()
+    service = CoordinatorService(CONFIG, runtime, recover=True)
+    subscriber = Subscriber(service)
+    engines: list[Outlet[EngineCommand]] = [
+        Outlet(service.address, EngineCommand, service.keys) for _ in range(2)
+    ]
+    try:
+        engines[0].send(EngineHello(member(0), 1, [0], 0, 1))
+        while not service._hellos:
+            time.sleep(0.001)
+        runtime.jumped_s += 100.0
+        subscriber.send(Subscribe(0))
+        while not service._subscribers:
+            time.sleep(0.001)
+        engines[1].send(EngineHello(member(1), 1, [1], 0, 1))
+        assert service.view().roster.ranks == [0, 1]
+    finally:
+        service.stop()
+        subscriber.close()
+        for engine in engines:
+            engine.close()
+
+
 def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
     subscribers = [connect() for _ in range(3)]
     for index, subscriber in enumerate(subscribers):

@@ -4,7 +4,7 @@ or delivers late what a cut has held back. The engine joins again."""
 from __future__ import annotations
 
 from tests.simulator.laws.laws import Run
-from tests.simulator.scenario import SLOW_STEP_S, Fault, Operation, Scenario
+from tests.simulator.scenario import SLOW_STEP_S, AtMessage, Fault, Operation, Scenario
 
 
 def test_an_engine_missed_by_the_recovery_rejoins() -> None:
@@ -38,3 +38,28 @@ def test_an_engine_that_was_cut_off_until_the_recovery_rejoins() -> None:
     assert run.judge().broken == []
     assert ranks[-2:] == [[0, 1], [0, 1, 2]]
     assert len(run.plane.engines) == 3
+
+
+def test_a_coordinator_that_is_stopped_while_it_recovers_finds_all_engines() -> None:
+    """The coordinator is stopped when the first engine has introduced itself."""
+    faults = (
+        Fault("stop-control", 3.84, 4, 3.4, AtMessage("Introduce", 2)),
+        Fault("stop-control", 13.43, 8, 10.47),
+        Fault("kill-control", 19.36, 4),
+    )
+    scenario = Scenario(
+        seed=7323,
+        engines=2,
+        ingresses=2,
+        expert=False,
+        requests=(),
+        faults=faults,
+        operations=(Operation(12.41, "scale", 3),),
+        control_host="host2",
+        autoscaled=True,
+        rooms=(0, 2, 1),
+        slow_load_s=6.0,
+    )
+    run = Run(scenario)
+    assert run.judge().broken == []
+    assert "stop-control coordinator" in run.faults.happened[-1]
