@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.actor_names import EngineName
@@ -176,7 +176,7 @@ class Placement:
             try:
                 await self._read_version(handle, versions)
                 return handle.version is not None
-            except (TimeoutError, ActorUnavailable):
+            except TimeoutError:
                 roster = (await self._coordinator.view()).roster
                 if roster.find(handle.rank) is None or asyncio.get_running_loop().time() > until:
                     return False
@@ -187,7 +187,7 @@ class Placement:
 
     async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
         """Set the version that the engine runs or is about to run, and `ready` if it has loaded."""
-        adopting = self._ray.call(handle.actor, "adopt", self._coordinator.manager_id())
+        adopting = self._ask(handle, "adopt", self._coordinator.manager_id())
         name = await asyncio.wait_for(adopting, _ANSWER_S)
         try:
             await self.refresh(handle)
@@ -197,7 +197,7 @@ class Placement:
 
     async def refresh(self, handle: EngineHandle) -> None:
         """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
-        before, asked = handle.ready, self._ray.call(handle.actor, "ready")
+        before, asked = handle.ready, self._ask(handle, "ready")
         ready = await asyncio.wait_for(asked, _ANSWER_S)
         if handle.ready is before:
             handle.ready = ready
@@ -242,7 +242,7 @@ class Placement:
         assert version is not None
         arguments = (handle.group, version.config, version.name)
         try:
-            ready: EngineReady = await self._ray.call(handle.actor, "start", *arguments)
+            ready: EngineReady = await self._ask(handle, "start", *arguments)
         except ActorRaised as error:
             if handle.previous is not None and isinstance(error.cause, NewWeightsRefused):
                 raise WeightsRefused(str(error.cause), handle.previous) from error
@@ -337,10 +337,19 @@ class Placement:
         reason: str | None = None
         try:
             while reason is None:
-                reason = await self._ray.call(handle.actor, "ended", _WATCH_S)
+                reason = await self._ask(handle, "ended", _WATCH_S)
         except ActorError as error:
             reason = first_line(error)
         return reason
+
+    async def _ask(self, handle: EngineHandle, method: str, *args: Any) -> Any:
+        """Returns the answer of an engine. The call is repeated while the connection breaks: the
+        engine may live, and Ray raises ActorDied once it is dead."""
+        while True:
+            try:
+                return await self._ray.call(handle.actor, method, *args)
+            except ActorUnavailable:
+                await asyncio.sleep(_POLL_S)
 
     async def end(self, handle: EngineHandle) -> None:
         """Stop an engine, kill what does not stop, and free its resources. Do nothing if another

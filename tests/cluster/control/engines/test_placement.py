@@ -257,7 +257,7 @@ def test_orphans_delay_a_start_for_a_limited_time(
         (ActorRaised(RuntimeError("first line\nlast line")), False, "RuntimeError: last line"),
         (ActorRaised(ActorDied("a worker")), False, "its process terminated"),
         (ActorDied("the engine"), False, "its process terminated"),
-        (ActorUnavailable("the engine"), False, "its process terminated"),
+        (ActorRaised(ActorUnavailable("a worker")), False, "its process terminated"),
         (GcsUnavailable("no answer"), False, "GcsUnavailable: no answer"),
         (TimeoutError(), False, "was not ready after cluster.start_timeout_s"),
     ],
@@ -273,6 +273,31 @@ def test_a_failed_start_leaves_nothing_and_reports_the_reason(
             await ours.start(handle, ignore)
         assert caught.value.permanent == permanent
         assert table.ended == [handle.name, handle.name], "the actor and its group"
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_is_asked_again_while_the_connection_to_it_breaks(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broken connection does not show that the engine is dead: Ray says so later."""
+    broken, answer = {"start", "adopt", "ready", "ended"}, table._answer
+
+    async def break_once(actor: str, method: str, args: tuple[Any, ...]) -> Any:
+        if method in broken:
+            broken.remove(method)
+            raise ActorUnavailable("the connection broke")
+        return DEAD.args[0] if method == "ended" else await answer(actor, method, args)
+
+    async def scenario() -> None:
+        monkeypatch.setattr(table, "_answer", break_once)
+        table.engine(0, "a", ready_answer(0, 5))
+        ours = made(FakeCoordinator(), table)
+        _, [adopted], _ = await ours.adopt([VERSION])
+        assert adopted.ready == ready_answer(0, 5), "it has loaded, and is no member"
+        await ours.start(adopted, ignore)
+        assert await ours.ended(adopted) == DEAD.args[0]
+        assert broken == set() and table.ended == []
 
     asyncio.run(scenario())
 
