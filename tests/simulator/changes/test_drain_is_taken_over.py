@@ -144,3 +144,43 @@ def test_an_engine_that_has_loaded_other_weights_has_a_new_drain_time() -> None:
     run.plane.on_detach.append(left.append)
     assert run.judge().broken == []
     assert left.count([1]) == 3, "the engine left for each update, and for the one that is undone"
+
+
+def test_a_drain_is_extended_while_no_coordinator_can_mark_its_engine() -> None:
+    """A manager continues the drain of an engine that reloads, and the coordinator terminates
+    before it is told so."""
+    faults = (
+        Fault("kill-control", 6.04325292123336, 2),
+        Fault("kill-control", 10.53913336246946, 2),
+        Fault("kill-control", 18.736008414825385, 2),
+        Fault("second-manager", 18.705497921032677, 2, 0.08026400499391509),
+    )
+    operations = (
+        Operation(3.8543515007920828, "scale", 1),
+        Operation(8.909000412767293, "update_weights", 1),
+        Operation(9.440947270902376, "update_weights", 2),
+        Operation(12.066384690022616, "scale", 3),
+    )
+    requests = (
+        Request(9.33698455359115, 0, (31,), 1, 6),
+        Request(11.941386260277014, 1, (22,), 284, 3),
+    )
+    scenario = Scenario(
+        seed=7183,
+        engines=3,
+        ingresses=2,
+        expert=False,
+        requests=requests,
+        faults=faults,
+        operations=operations,
+        control_host="host0",
+        step_s=SLOW_STEP_S,
+        rooms=(0, 1, 2),
+    )
+    run = Run(scenario)
+    assert run.judge().broken == []
+    assert [line.split()[1] for line in run.faults.happened][-3:] == [
+        "second-manager",
+        "kill-control",
+        "kill-control",
+    ]

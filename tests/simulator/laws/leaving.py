@@ -13,6 +13,7 @@ from swell.coordinator.roster import Member, MemberState
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
 from tests.simulator.control_plane import DRAIN_TIMEOUT_S, HEARTBEAT_S, ControlPlane
 from tests.simulator.laws.calm import Calm, Durations
+from tests.simulator.laws.disturbances import LOOK_S
 
 if TYPE_CHECKING:
     from tests.simulator.laws.watch import Watch
@@ -21,7 +22,8 @@ _DETACHED_S = 3.0
 """The time within which an engine that has finished its requests, or whose drain time is over, is
 out of the roster."""
 _EXTENDED_S = 1.0
-"""The time by which a new manager may extend a drain: until the coordinator knows it again."""
+"""The time by which a new manager may extend a drain: until a coordinator that acts knows it again.
+Time in which none acts does not count as drain time, because none can mark the engine."""
 _MOVING_S = 4.7 * HEARTBEAT_S
 """The time within which a manager knows that a host stays: after two polls, each two heartbeats
 after the previous one."""
@@ -62,6 +64,8 @@ class LeavingWatch:
         self._deadlines: dict[int, tuple[SimManager, int, float]] = {}
         """When the drain time of each leaving engine ends, by incarnation, with the manager and the
         number of requests of operators at that time."""
+        self._unmarkable: dict[SimManager, float] = {}
+        """For how many seconds no coordinator has acted under the newest manager."""
         self._restarted: dict[int, float] = {}
         """When the drains of these engines started again, because no record was stored; by
         incarnation."""
@@ -73,7 +77,9 @@ class LeavingWatch:
         plane.on_answer.append(self._on_answer)
 
     def look(self) -> None:
-        coordinator = self._plane.coordinator
+        coordinator, manager = self._plane.coordinator, self._plane.manager
+        waited_s = self._unmarkable.get(manager, 0.0)
+        self._unmarkable = {manager: waited_s + (not self._calm.coordinator_acts) * LOOK_S}
         if coordinator is not None and self._calm.coordinator_acts and self._calm.manager_acts:
             self._note_records()
             self._look_at_deadlines()
@@ -212,7 +218,8 @@ class LeavingWatch:
             is_continued = manager is not plane.manager and num_begun == operator.num_begun
             is_continued = is_continued and incarnation not in self._restarted
             more_s = ends_at - max(now, earlier)
-            if is_continued and more_s > _EXTENDED_S and not plane.scenario.autoscaled:
+            bound_s = _EXTENDED_S + self._unmarkable[plane.manager]
+            if is_continued and more_s > bound_s and not plane.scenario.autoscaled:
                 self._break(f"{handle.name} got {more_s:.1f} s more by a new manager")
             self._deadlines[incarnation] = plane.manager, operator.num_begun, ends_at
 

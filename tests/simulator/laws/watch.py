@@ -7,6 +7,7 @@ world's rate doubles the bounds.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import combinations
 
 from swell.cluster.client.engine_connection import EngineId
@@ -74,6 +75,9 @@ class Watch:
         }
         """For each unfinished request: the version that its answer needs (None: any, before its
         first attempt), and since when."""
+        self._queued_s: defaultdict[str, float] = defaultdict(float)
+        """For how long each request has waited in an engine while others had the engine's rows or
+        blocks."""
         self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
         """Requests that an engine has but no ingress waits for: how long it has computed since, and
         its number of steps at the last look."""
@@ -258,6 +262,7 @@ class Watch:
             self._moved_at = now
         over = max(faults.begun_at, self._plane.operator.changed_at, self._moved_at, self._split_at)
         bound_s = _DEATH_S if self._only_engines_died else SILENCE_S + self.hang_s
+        self._note_queued(engines)
         for each in unended:
             version = self._needed_version(each, engines)
             if version != self._unended[each][0]:
@@ -267,11 +272,21 @@ class Watch:
             if since is None:
                 continue
             taken_s = now - max(over, since, self._unended[each][1])
+            taken_s -= self._queued_s[f"r{each.number}"]
             if each.end is not None:
                 del self._unended[each]
             elif taken_s > bound_s / faults.slowest_clock + self._compute_s(each):
                 self._break(f"r{each.number} is late")
             self.slowest_s = max(self.slowest_s, taken_s)
+
+    def _note_queued(self, engines: list[SimEngine]) -> None:
+        """Records the requests that wait for the rows or blocks of others."""
+        for engine in engines:
+            scheduler = None if engine.server is None else engine.server.core.scheduler
+            if scheduler is not None and scheduler.num_waiting and scheduler.running:
+                running = {request.request_id for request in scheduler.running}
+                for request_id in scheduler.requests.keys() - running:
+                    self._queued_s[request_id] += LOOK_S
 
     def _needed_version(self, request: SimRequest, engines: list[SimEngine]) -> str | None:
         """Returns the version of the engine that the request needs now; None: any version. A
