@@ -77,7 +77,7 @@ class LLM:
             )
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
-        tokenizer = load_tokenizer(path)
+        self._tokenizer = tokenizer = load_tokenizer(path)
         detokenizer = Detokenizer(tokenizer)
         self._engine = LocalEngine(self.config, detokenizer)
         limits = self._engine.limits
@@ -300,6 +300,10 @@ class LLM:
             names = ", ".join(map(repr, known)) or "none"
             raise bad_value("adapter", name, f"is not loaded; loaded: {names}")
         return known[name]
+
+    def get_tokenizer(self) -> Any:
+        """Returns the tokenizer of the model, as transformers loads it."""
+        return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Returns the parameters of a call without `sampling_params`: those of the model's

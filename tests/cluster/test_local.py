@@ -72,6 +72,13 @@ def test_prompts_of_every_form_answer_in_their_order(llm):
     assert one[0].outputs[0].text == by_text[0].outputs[0].text
 
 
+def test_the_tokenizer_encodes_like_the_engine(llm):
+    ids = llm.get_tokenizer().encode("upper: abc")
+    (by_ids,) = llm.generate([ids], GREEDY)
+    (by_text,) = llm.generate(["upper: abc"], GREEDY)
+    assert by_ids.prompt_token_ids == by_text.prompt_token_ids
+
+
 def test_a_call_without_params_uses_the_models_defaults(tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(NANO, folder)
