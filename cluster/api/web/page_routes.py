@@ -46,7 +46,7 @@ class PageRoutes:
         ]
 
     async def _root(self, request: Request) -> Response:
-        if not accepts(request, "accept", "text/html"):
+        if not _is_browser(request):
             return json_response(self._welcome, headers={"vary": "accept"})
         sent = _sent_path(request)
         if not sent.endswith("/"):
@@ -54,7 +54,7 @@ class PageRoutes:
         return file_response(request, self._files["index.html"])
 
     async def _docs(self, request: Request) -> Response:
-        if _sent_path(request).endswith("/"):
+        if _is_browser(request) and _sent_path(request).endswith("/"):
             return _redirect("../docs")
         return file_response(request, self._files["docs.html"])
 
@@ -63,6 +63,10 @@ class PageRoutes:
         if (file := self._files.get(name)) is None:
             raise HTTPError(404, f"the page has no file {shown(name)}", "not_found")
         return file_response(request, file)
+
+
+def _is_browser(request: Request) -> bool:
+    return accepts(request, "accept", "text/html")
 
 
 def _sent_path(request: Request) -> str:

@@ -60,7 +60,7 @@ ADAPTER_BODIES: dict[str, dict[str, Any]] = {
 }
 """The same for the routes that exist only with `lora.enabled` (`test_adapters_http.py`)."""
 GETS = [
-    one.path.replace("{model}", "fake")
+    one.path.replace("{model}", "fake").replace("{name}", "app.js")
     for one in OPERATIONS
     if one.method == "get" and "{id}" not in one.path and not one.path.startswith("/admin")
 ]
