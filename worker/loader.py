@@ -92,23 +92,27 @@ def load_weights(
     log = StructuredLogger("worker")
     if is_first and (skipped := towers(read_config(model_config.path))):
         log.info("only the text model is served", modalities=["text"], skipped=skipped)
+    matrices = FLOAT_MATRICES
+    if packing.is_quantized and isinstance(model, HoldsTensors):
+        matrices = QuantizedMatrices(model, packing)
     if not is_sharded(model_config):
         if is_first:
             with closing(open_checkpoint(model_config)) as stored:
                 for note in stored.notes:
                     log.info(note, model=model_config.path)
-        matrices = FLOAT_MATRICES
-        if packing.is_quantized and isinstance(model, HoldsTensors):
-            matrices = QuantizedMatrices(model, packing)
-        return LoadedWeights(
-            load_weight_shards(model.weight_shards, model_config, progress, matrices), 0
-        )
-    assert isinstance(model, HasMesh), "only models that sample are saved sharded"
-    folder = weights_folder(model_config.path)
-    refuse_other_model(folder, read_index(folder), model_config)
-    report = _LoadProgress(0, progress)
-    mapped_bytes = load_sharded(model, folder, report)
-    return LoadedWeights(report.total, mapped_bytes)
+        nbytes = load_weight_shards(model.weight_shards, model_config, progress, matrices)
+        loaded = LoadedWeights(nbytes, 0)
+    else:
+        assert isinstance(model, HasMesh), "only models that sample are saved sharded"
+        folder = weights_folder(model_config.path)
+        refuse_other_model(folder, read_index(folder), model_config)
+        report = _LoadProgress(0, progress)
+        mapped_bytes = load_sharded(model, folder, report)
+        before, after = matrices.quantize_loaded()
+        loaded = LoadedWeights(report.total - before + after, max(0, mapped_bytes - before))
+    if not isinstance(model, HasMesh) or model.mesh.tensor_rank == 0:
+        matrices.log(log)
+    return loaded
 
 
 def load_experts(

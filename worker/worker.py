@@ -197,8 +197,8 @@ class Worker:
         )
         refuse_unquantizable(model, packing)
         loaded = load_weights(model, model_config, self._on_loaded, packing)
-        quantized = pack_weights(model, packing)
-        self._mapped_bytes = max(0, loaded.mapped_bytes - quantized.before)
+        pack_weights(model, packing)
+        self._mapped_bytes = loaded.mapped_bytes
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
         if pooling is not None:
             self.pooler = load_pooler(
@@ -210,7 +210,7 @@ class Worker:
             self.config, hf_config, pooling, model, self.mesh, self._count_progress
         )
         self._is_whole = True
-        return loaded.nbytes - quantized.before + quantized.after
+        return loaded.nbytes
 
     @property
     def _built_model(self) -> Model:

@@ -40,6 +40,11 @@ class QuantizedForm:
     def __post_init__(self) -> None:
         assert self.bits in (4, 8) and self.group in GROUPS and self.scale_type in SCALE_TYPES, self
 
+    def __str__(self) -> str:
+        minima = ", with minima" if self.has_mins else ""
+        scales = str(self.scale_type).removeprefix("torch.")
+        return f"int{self.bits} in groups of {self.group} ({scales} scales{minima})"
+
     @property
     def zero(self) -> int:
         """The integer of the number zero, if there are no minima."""

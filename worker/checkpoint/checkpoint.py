@@ -22,6 +22,11 @@ CHUNK_BYTES = 64 * 1024 * 1024
 the parameters."""
 
 
+CUT_GROUP = "a part begins or ends within a group"
+NOT_FINITE = "a scale is infinite or not a number"
+"""Reasons of `HasIntegers.read_quantized`."""
+
+
 class DamagedCheckpoint(ValueError):
     """Files that do not make a checkpoint. The text is one line that names the tensor or the file,
     and the fix."""
@@ -53,9 +58,9 @@ class StoredTensor(Protocol):
 class HasIntegers(Protocol):
     """A `StoredTensor` whose integers may be used for products without dequantizing them."""
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | None:
-        """Returns a part with the values of `read`, up to the last bit of float32; None if products
-        cannot use its integers, or if it begins or ends within a group."""
+    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+        """Returns a part with the values of `read`, up to the last bit of float32; or why products
+        cannot use its integers, in a few words."""
 
 
 class Checkpoint(Protocol):

@@ -19,7 +19,12 @@ from typing import NamedTuple
 import torch
 
 from swell.kernels.weights.quantized import GROUPS, QuantizedTensor
-from swell.worker.checkpoint.checkpoint import DamagedCheckpoint, Index
+from swell.worker.checkpoint.checkpoint import (
+    CUT_GROUP,
+    NOT_FINITE,
+    DamagedCheckpoint,
+    Index,
+)
 from swell.worker.checkpoint.safetensors_files import FLOATS, SafetensorsTensor
 
 Parts = Mapping[str, SafetensorsTensor]
@@ -164,21 +169,22 @@ class GroupedMatrix(ABC):
                 values = values.select(dim, 0)
         return values
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | None:
+    def read_quantized(self, index: Index) -> QuantizedTensor | str:
         with self._explained():
             return self._read_quantized(index)
 
-    def _read_quantized(self, index: Index) -> QuantizedTensor | None:
+    def _read_quantized(self, index: Index) -> QuantizedTensor | str:
         rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
         size, bits = self.group_size, self.bits
         if size is None or bits not in KEPT_BITS:
-            return None
+            what = f"{bits} bits" if bits else "floats"
+            return f"stored as {self.method}, {what}{'' if size else ', groups not neighbours'}"
         has_one = size >= self.shape[1]
         size = len(columns) if has_one else size
         borders = columns.start, columns.stop
         whole = max(GROUPS[0], self.unit[1]) if has_one else size
         if not size or size % GROUPS[0] or any(border % whole for border in borders):
-            return None
+            return f"{CUT_GROUP} of {self.group_size}"
         groups = slice(0, 1) if has_one else slice(columns.start // size, columns.stop // size)
         integers = torch.empty(len(rows), len(columns), dtype=torch.uint8)
         scales = torch.empty(len(rows), groups.stop - groups.start)
@@ -194,7 +200,7 @@ class GroupedMatrix(ABC):
                 stored = stored[of_block, groups]
             zeros[of_part] = stored + (128.0 if is_signed else 0.0)
         if not bool(scales.isfinite().all()):
-            return None
+            return NOT_FINITE
         if size not in GROUPS:  # smaller groups with equal scales
             times = size // math.gcd(size, GROUPS[-1])
             scales, zeros = (each.repeat_interleave(times, 1) for each in (scales, zeros))
@@ -203,7 +209,9 @@ class GroupedMatrix(ABC):
             return QuantizedTensor(integers, scales, None, bits)
         exact = -zeros.double() * scales.double()
         mins = exact.float()
-        return QuantizedTensor(integers, scales, mins, bits) if mins.double().equal(exact) else None
+        if not mins.double().equal(exact):
+            return "products of zeros and scales need more bits than float32"
+        return QuantizedTensor(integers, scales, mins, bits)
 
     def _blocks(self, rows: range, columns: int) -> Iterator[tuple[range, slice, slice]]:
         """Splits rows into aligned blocks of at most `BLOCK_VALUES` values. Yields a block, its

@@ -7,19 +7,22 @@ are never floats.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
 
+from swell.configs.runtime.log import StructuredLogger
 from swell.kernels.linear import pack_quantized
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import HasIntegers, StoredTensor
+from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import (
     PackedWeight,
     Packing,
     QuantizedBytes,
     pack_layers,
+    pack_weights,
 )
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.host_memory import trim_heap
@@ -49,6 +52,13 @@ class LoadedMatrices:
     def on_filled(self, shards: Sequence[WeightShard]) -> None:
         """Quantizes the matrix of a group, if it has one."""
 
+    def quantize_loaded(self) -> QuantizedBytes:
+        """Quantizes matrices that were all loaded as floats; returns their sizes."""
+        return QuantizedBytes(0, 0)
+
+    def log(self, log: StructuredLogger) -> None:
+        """Logs how many matrices have which form, if any should be quantized."""
+
 
 FLOAT_MATRICES = LoadedMatrices()
 
@@ -58,6 +68,8 @@ class QuantizedMatrices(LoadedMatrices):
 
     def __init__(self, model: HoldsTensors, packing: Packing) -> None:
         self._model, self._packing = model, packing
+        self._reasons: dict[int, str] = {}
+        """id of a layer -> why it does not use integers of the checkpoint."""
         self._freed_bytes = 0
         """The bytes of the floats that were freed since the heap was trimmed."""
         self._layers: defaultdict[int, list[PackedWeight]] = defaultdict(list)
@@ -85,7 +97,8 @@ class QuantizedMatrices(LoadedMatrices):
             return False
         weight = layers[0].weight
         integers = _joined(weight, needed)
-        if integers is None:
+        if isinstance(integers, str):
+            self._reasons.update(dict.fromkeys(map(id, layers), integers))
             return False
         packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
         for layer in layers:
@@ -98,6 +111,32 @@ class QuantizedMatrices(LoadedMatrices):
         if layers is not None and self._packing.bits is not None:
             self._count(pack_layers(self._model, layers, self._packing))
 
+    def quantize_loaded(self) -> QuantizedBytes:
+        return pack_weights(self._model, self._packing)
+
+    def log(self, log: StructuredLogger) -> None:
+        forms: Counter[str] = Counter()
+        plain: Counter[str] = Counter()
+        weights: set[int] = set()
+        for module in self._model.modules():
+            if isinstance(module, MoE):
+                plain["of experts"] += 2 * len(module.local_experts)
+            if not isinstance(module, PackedWeight) or id(module.weight) in weights:
+                continue
+            weights.add(id(module.weight))
+            if isinstance(module.weight, PackedQuantizedTensor):
+                forms[str(module.weight.form)] += 1
+            else:
+                plain[self._why_plain(module)] += 1
+        log.info("matrices that are quantized", forms=_counts(forms), plain=_counts(plain))
+
+    def _why_plain(self, layer: PackedWeight) -> str:
+        if not layer.may_be_packed:
+            return "read by other code of the model"
+        if self._packing.bits is not None and layer.quantized_bits(self._packing) is None:
+            return f"never quantized ({type(layer).__name__})"
+        return self._reasons.get(id(layer), "stored as floats")
+
     def _count(self, quantized: QuantizedBytes) -> None:
         before, after = self.quantized
         self.quantized = QuantizedBytes(before + quantized.before, after + quantized.after)
@@ -107,28 +146,34 @@ class QuantizedMatrices(LoadedMatrices):
             trim_heap()
 
 
+def _counts(found: Counter[str]) -> list[str]:
+    return [f"{count} {what}" for what, count in found.most_common() if count]
+
+
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor | None:
-    """Returns the weight that shards of some of its rows make; None if they do not have one form,
-    or do not fill it."""
+def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor | str:
+    """Returns the weight that shards of some of its rows make; or why they do not make one."""
     parts: list[QuantizedTensor] = []
     row = 0
     for tensor, shard in sorted(shards, key=lambda pair: pair[1].target.storage_offset()):
         is_next = shard.target.storage_offset() == row * weight.shape[1]
         is_whole = tensor.shape == tuple(shard.shape) and shard.target.shape[1:] == weight.shape[1:]
-        if not (is_next and is_whole and isinstance(tensor, HasIntegers)):
-            return None
+        if not isinstance(tensor, HasIntegers):
+            return "stored as floats"
+        if not (is_next and is_whole):
+            return "joined otherwise than by rows"
         part = tensor.read_quantized(shard.index)
-        if part is None:
-            return None
+        if isinstance(part, str):
+            return part
         parts.append(part)
         row += len(part.integers)
-    forms = {(part.bits, part.scales.shape[1]) for part in parts}
-    if row != weight.shape[0] or len(forms) != 1:
-        return None
+    if row != weight.shape[0]:
+        return "joined otherwise than by rows"
+    if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
+        return "joined of matrices with other bits or groups"
     mins = None
     if any(part.mins is not None for part in parts):
         mins = torch.cat([_mins(part) for part in parts])

@@ -17,7 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.files.model_files import local_folder
 from swell.configs.schema import load
-from swell.kernels.weights.quantized import PackedQuantizedTensor
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.worker.checkpoint.checkpoint import CUT_GROUP
 from swell.worker.checkpoint.gguf.checkpoint import PIECE_NUMBERS, GgufCheckpoint
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.worker import Worker
@@ -259,15 +260,18 @@ def test_integers_have_the_values_of_the_numbers(kinds: Sequence[str], tmp_path:
         ):
             kept = tensor.read_quantized(part)
             own = kinds[0] if size % 256 == 0 else kinds[-1]
-            assert kept is not None and kept.bits == (4 if own.startswith("Q4") else 8)
+            assert isinstance(kept, QuantizedTensor) and kept.bits == (
+                4 if own.startswith("Q4") else 8
+            )
             expected = tensor.read(part, torch.float32)
             torch.testing.assert_close(
                 kept.dequantize(torch.float32), expected, rtol=1e-6, atol=1e-7
             )
             if kept.mins is None:
                 assert torch.equal(kept.dequantize(torch.float32), expected)
-        assert tensor.read_quantized((slice(None), slice(0, 40))) is None
-    assert checkpoint.tensor("model.norm.weight").read_quantized((slice(None),)) is None
+        assert tensor.read_quantized((slice(None), slice(0, 40))) == CUT_GROUP
+    norm = checkpoint.tensor("model.norm.weight")
+    assert norm.read_quantized((slice(None),)) == "stored as F32"
     checkpoint.close()
 
 
@@ -277,7 +281,7 @@ def test_integers_have_the_values_of_the_numbers(kinds: Sequence[str], tmp_path:
 def test_other_types_have_no_integers_for_products(kinds: Sequence[str], tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(gguf_of(Path(NANO), tmp_path / "m.gguf", kinds))
     tensor = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
-    assert tensor.read_quantized((slice(None), slice(None))) is None
+    assert tensor.read_quantized((slice(None), slice(None))) == f"stored as {kinds[0]}"
     checkpoint.close()
 
 

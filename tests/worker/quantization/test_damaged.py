@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from swell.worker.layers.packed_weight import Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard
 from swell.worker.loader import load_weight_shards
 from swell.worker.quantization.grouped_matrix import GroupedMatrix
-from swell.worker.quantization.kept_integers import keep_integers
+from swell.worker.quantization.loaded_matrices import QuantizedMatrices
 from tests.worker.quantization import writers
 from tests.worker.quantization.test_schemes import NAME, matrix
 
@@ -73,8 +72,8 @@ def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: boo
     model = nn.Sequential(ReplicatedLinear(COLUMNS, ROWS, bias=False))
     target = model[0].weight.data
     shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
-    keeping = partial(keep_integers, model, Packing(keeps_integers=True)) if keep else None
-    load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), keep=keeping)
+    matrices = QuantizedMatrices(model, Packing(keeps_integers=keep))
+    load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), matrices=matrices)
     return target
 
 

@@ -3,6 +3,7 @@ of the dequantized copy to the last bit."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,45 @@ def test_layers_with_several_forms_are_dequantized(tmp_path: Path) -> None:
     assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
     assert kept(quantized) == [4, 4]
     assert kept(quantized, **{"model.backend": "transformers"}) == [4] * 4
+
+
+def logged(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> dict[str, Any]:
+    """Returns the fields of the line about quantized matrices."""
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "swell"):
+        Worker(load(str(folder), {"model.dtype": "float32", **ON_CPU, **settings})).load()
+    lines = [one for one in caplog.records if one.message == "matrices that are quantized"]
+    assert len(lines) <= 1
+    return lines[0].fields if lines else {}
+
+
+def test_the_log_lists_the_forms_of_matrices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    quantized, plain = copies(
+        tmp_path,
+        writers.FORMATS["gptq"],
+        quantized=lambda name, _: name.endswith(("k_proj.weight", "down_proj.weight")),
+        **SIZES,
+    )
+    int4, floats = "int4 in groups of 32 (float16 scales)", "stored as floats"
+    fields = logged(quantized, caplog, **KEEP)
+    assert fields == {"forms": [f"2 {int4}"], "plain": [f"8 {floats}"]}
+    fields = logged(plain, caplog, **KEEP)
+    assert fields == {"forms": [], "plain": [f"10 {floats}"]}
+    fields = logged(plain, caplog, **{"model.quantize": "int4"})
+    assert fields == {
+        "forms": [
+            "8 int4 in groups of 32 (float16 scales)",
+            "1 int8 in groups of 32 (float16 scales)",
+        ],
+        "plain": ["1 never quantized (VocabParallelEmbedding)"],
+    }
+    assert logged(plain, caplog) == {}
+    (tmp_path / "other").mkdir()
+    ordered, _ = copies(tmp_path / "other", writers.FORMATS["gptq-3"], **SIZES)
+    fields = logged(ordered, caplog, **KEEP)
+    assert fields == {"forms": [], "plain": ["8 stored as gptq, 3 bits", f"2 {floats}"]}
 
 
 def test_a_quantized_router_keeps_the_type_of_its_experts(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from swell.configs.files.bounded_files import open_regular
 from swell.configs.files.gguf.header import read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
 from swell.kernels.weights.quantized import QuantizedTensor
-from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.checkpoint.checkpoint import CUT_GROUP, NOT_FINITE, Index
 from swell.worker.checkpoint.gguf.blocks import GROUP_NUMBERS, KEPT, dequantize, keep
 
 PIECE_NUMBERS = 2**20
@@ -105,13 +105,13 @@ class GgufTensor:
             ]
         )
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | None:
+    def read_quantized(self, index: Index) -> QuantizedTensor | str:
         kind = self._source.tensor.type
         if kind.name not in KEPT or len(self.shape) != 2 or self._source.added:
-            return None
+            return f"stored as {kind.name}"
         rows, width = _slices(index, self.shape)
         if width.start % GROUP_NUMBERS or width.stop % GROUP_NUMBERS:
-            return None
+            return CUT_GROUP
         first = width.start // kind.numbers * kind.numbers
         columns = slice(width.start - first, width.stop - first)
         groups = slice(columns.start // GROUP_NUMBERS, columns.stop // GROUP_NUMBERS)
@@ -128,7 +128,7 @@ class GgufTensor:
                 mins.append(own(kept.mins, groups))
         of_groups = torch.cat(scales)
         if not bool(of_groups.isfinite().all()):
-            return None
+            return NOT_FINITE
         bits, _ = KEPT[kind.name]
         return QuantizedTensor(
             torch.cat(integers), of_groups, torch.cat(mins) if mins else None, bits
