@@ -72,8 +72,9 @@ def capture(
 
     The function may be called more than once, with the current contents of its inputs. Each row
     must be computed by itself. Raises `NotCapturableError` if a replay would omit something that
-    the function does. Backends: cpu (each operation has one of `sizes` rows, and these differ),
-    triton.
+    the function does. Backends: cpu (each operation has one of `sizes` rows, and these differ; of
+    the tensors that torch's own operations read, only integers are inputs, and other tensors that
+    were made before are constants), triton.
     """
     return _backend(device).capture(run, sizes)
 

@@ -100,7 +100,7 @@ OF_LIBRARIES = {
 BY_NAME = {
     # File -> the objects of libraries whose attributes it sets by name.
     "cluster/cli/start/ray_processes.py": "functions of Ray, while it starts",
-    "kernels/cpu/graph.py": "fields of a C struct",
+    "kernels/cpu/capture/recording.py": "fields of a C struct",
     "worker/drafting/mtp_model.py": "keys of a config of transformers",
     "worker/models/generic.py": "modules of transformers",
     "worker/models/generic_attention.py": "modules of transformers",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function
 
 SLOT_BYTES = 1 << 20
 """The largest part of a tensor that is exchanged at a time. A rank has two slots."""

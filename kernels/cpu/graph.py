@@ -1,217 +1,74 @@
-"""Calls compiled functions. Each one accepts one struct of arguments, so calls can be recorded and
-replayed together, with other numbers of rows. While they are recorded, nothing is computed.
-
-A recording stores addresses: its inputs must be written to the tensors that were used during the
-recording, and its results are in the tensors that it returned then. All intermediate tensors share
-one piece of memory, as small as the order of the calls allows.
-"""
+"""Captures what a function computes as a recording of compiled calls (see `recording.py`)."""
 
 from __future__ import annotations
 
-import ctypes
-import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from operator import le
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from swell.kernels.cpu.arena import Lifetime, assign_offsets
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.capture import torch_operations as operations
+from swell.kernels.cpu.capture.recording import Recording, recorded
 from swell.kernels.graph import NotCapturableError, Traits
 from swell.kernels.host.dispatch_mode import DispatchMode
 
 TRAITS = Traits(has_fixed_sizes=False, accepts_torch=False, is_asynchronous=False)
 
-POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class _Call(ctypes.Structure):
-    """The struct `Call` of graph.cpp."""
-
-    _fields_ = [("run", POINTER), ("arguments", POINTER), ("rows", POINTER), ("size", INT)]
-
-
-class _Replay(ctypes.Structure):
-    """The struct `ReplayArgs` of graph.cpp."""
-
-    _fields_ = [("calls", POINTER), ("count", INT), ("sizes", POINTER), ("progress", INT)]
-
-
-class _RecordedCall(NamedTuple):
-    function: Function
-    arguments: ctypes.Structure
-    used: tuple[Tensor, ...]
-    size: int
-    """Index, among the recording's sizes, of the number of rows."""
-
-
-class Recording:
-    """Calls in the order in which they were made, and references to all tensors that they use."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
-        self._recorded_calls: list[_RecordedCall] = []
-        self._references: list[object] = []
-        self._current_sizes = (INT * len(sizes))()
-        self._replay = _Replay(sizes=ctypes.addressof(self._current_sizes))
-        self._address = ctypes.addressof(self._replay)
-
-    def record(
-        self, function: Function, arguments: ctypes.Structure, used: tuple[Tensor, ...]
-    ) -> None:
-        """Adds a call. Raises `NotCapturableError` if its number of rows is not one of the
-        sizes."""
-        rows = getattr(arguments, function.rows)
-        if rows not in self._sizes:
-            sizes = " or ".join(map(str, self._sizes))
-            raise NotCapturableError(f"{function.name} computes {rows} rows; expected {sizes}")
-        self._recorded_calls.append(
-            _RecordedCall(function, arguments, used, self._sizes.index(rows))
-        )
-
-    def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
-        """Plans the memory of the tensors `made` during the recording that are not results."""
-        kept = {tensor.untyped_storage().data_ptr() for tensor in results}
-        storages = [tensor.untyped_storage() for tensor in made]
-        sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in kept}
-        self._plan_memory(sorted(sizes.items()))
-        self._references += results
-        for recorded_call in self._recorded_calls:
-            self._references.append(recorded_call.arguments)
-            self._references += [
-                t for t in recorded_call.used if t.untyped_storage().data_ptr() not in sizes
-            ]
-        calls = (_Call * len(self._recorded_calls))(
-            *(_call(recorded_call) for recorded_call in self._recorded_calls)
-        )
-        self._replay.calls, self._replay.count = ctypes.addressof(calls), len(calls)
-        self._references.append(calls)
-        self._recorded_calls = []
-
-    def _plan_memory(self, buffers: list[tuple[int, int]]) -> None:
-        """Changes all arguments that point into a buffer to point to the buffer's offset in the
-        common memory. `buffers`: (address, bytes), sorted."""
-        begins = [begin for begin, _ in buffers]
-        uses: dict[int, list[int]] = {}
-        pointers = []
-        for i, recorded_call in enumerate(self._recorded_calls):
-            for name in recorded_call.function.pointers:
-                address = getattr(recorded_call.arguments, name) or 0
-                buffer = bisect_right(begins, address) - 1
-                if buffer >= 0 and address < sum(buffers[buffer]):
-                    uses.setdefault(buffer, []).append(i)
-                    pointers.append(
-                        (recorded_call.arguments, name, buffer, address - begins[buffer])
-                    )
-        lifetimes = [Lifetime(at[0], at[-1], buffers[buffer][1]) for buffer, at in uses.items()]
-        offsets, total = assign_offsets(lifetimes)
-        memory = torch.empty(total, dtype=torch.uint8)
-        starts = dict(zip(uses, offsets, strict=True))
-        for arguments, name, buffer, offset in pointers:
-            setattr(arguments, name, memory.data_ptr() + starts[buffer] + offset)
-        self._references.append(memory)
-
-    def replay(self, *sizes: int) -> None:
-        """Makes the calls for the first rows; `sizes`: the numbers of rows."""
-        assert all(map(le, sizes, self._sizes)), sizes
-        self._current_sizes[:] = list(sizes)
-        _replay(self._address)
-
-    @property
-    def progress(self) -> int:
-        """The number of calls made by all replays."""
-        return int(self._replay.progress)
-
-
-def _call(recorded_call: _RecordedCall) -> _Call:
-    function, arguments = recorded_call.function, ctypes.addressof(recorded_call.arguments)
-    rows = getattr(type(recorded_call.arguments), function.rows).offset
-    return _Call(function.address, arguments, arguments + rows, recorded_call.size)
-
-
-class _Current(threading.local):
-    recording: Recording | None = None
-
-
-_current = _Current()
-
 
 def capture(
     run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
 ) -> tuple[list[Tensor], Recording]:
-    """See `swell.kernels.graph.capture`. The function may only allocate, view and pass tensors
-    between operations of this backend."""
+    """See `swell.kernels.graph.capture`. The function may call operations of this backend, allocate
+    and view tensors, and call the operations of torch in `torch_operations.py`."""
     assert len(set(sizes)) == len(sizes)
-    with recorded(sizes) as recording, _OnlyViews() as views:
+    with recorded(sizes) as recording, _Recorder(recording, sizes) as recorder:
         results = run()
-    recording.finish(views.made, results)
+    recording.finish(recorder.step.made, results)
     return results, recording
 
 
-_MAKERS = ("empty", "empty_like", "empty_strided")
-_VIEWS = (
-    *("alias", "as_strided", "detach", "expand", "flatten", "narrow", "permute", "select", "slice"),
-    *("split", "split_with_sizes", "squeeze", "t", "transpose", "unflatten", "unsqueeze", "view"),
-)
+class _Recorder(DispatchMode):
+    """Records torch's operations, and lets those run that need not be replayed."""
 
-
-class _OnlyViews(DispatchMode):
-    """Allows only operations that need not be replayed, and remembers the tensors that were
-    made."""
-
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording, sizes: tuple[int, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations
-        self.made: list[Tensor] = []
+        self.step = operations.Step(recording, sizes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in _MAKERS and name not in _VIEWS:  # its inputs may be results: undefined
-            raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
-        result = func(*args, **(kwargs or {}))
-        if name in _MAKERS:
-            self.made.append(result)
-        return result
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if name in operations.VIEWS or name in operations.CONSTANTS:
+            return func(*args, **kwargs)
+        if name in operations.MAKERS:
+            made = func(*args, **kwargs)
+            self.step.add(made)
+            return made
+        if name in operations.FACTORIES:
+            made = func(*args, **kwargs)
+            if len(self.step.sizes_in(made)) != 1:
+                return made
+            self.step.add(made)
+            with self._again():
+                return made.fill_(operations.FACTORIES[name])
+        if name in operations.COMPOSED:
+            with self._again():
+                return operations.COMPOSED[name](*args, **kwargs)
+        if name in operations.REDUCTIONS:
+            return operations.record_reduction(self.step, func, args, kwargs)
+        if name.removesuffix("_") in operations.POINTWISE or name in operations.POINTWISE:
+            return operations.record_pointwise(self.step, func, args, kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+            with self._again():
+                return func.decompose(*args, **kwargs)
+        raise NotCapturableError(f"torch's {name} is not an operation that a replay can repeat")
 
-
-@contextmanager
-def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
-    """In this context, the calls of this thread are recorded instead of run; the number of rows of
-    each must be one of `sizes`."""
-    assert _current.recording is None
-    _current.recording = recording = Recording(sizes)
-    try:
-        yield recording
-    finally:
-        _current.recording = None
-
-
-class Function:
-    """A function of the compiled library."""
-
-    def __init__(self, name: str, rows: str, /, **fields: type) -> None:
-        """`fields`: name -> type of each member of its struct, in order; `rows`: the member with
-        the number of rows; the function must compute each row by itself."""
-        self.name, self.rows = name, rows
-        self.pointers = [field for field, kind in fields.items() if kind is POINTER]
-        self._run = getattr(library(), name)
-        self._run.argtypes, self._run.restype = [POINTER], None
-        self.address = ctypes.cast(self._run, POINTER).value or 0
-        self._struct = type(name, (ctypes.Structure,), {"_fields_": list(fields.items())})
-
-    def __call__(self, *values: float | None, used: tuple[Tensor, ...]) -> Any:
-        """Runs or records the call. `values`: the members of the struct, which is returned; `used`:
-        the tensors whose addresses are in it."""
-        arguments = self._struct(*values)
-        if _current.recording is not None:
-            _current.recording.record(self, arguments, used)
-        else:
-            self._run(ctypes.byref(arguments))
-        return arguments
-
-
-_replay = library().swell_replay
-_replay.argtypes, _replay.restype = [POINTER], None
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """In this context, operations that `__torch_dispatch__` calls are recorded, too."""
+        TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import library
-from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function
 from swell.kernels.host.step_columns import check_bucket, check_room, outside
 from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes
 

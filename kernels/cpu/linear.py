@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function
 from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function
 from swell.kernels.lora import LoraLayer, LoraTokens, LoraWeights
 from swell.kernels.reference import lora as reference
 

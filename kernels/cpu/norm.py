@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES
-from swell.kernels.cpu.graph import FLOAT, INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import FLOAT, INT, POINTER, Function
 from swell.kernels.reference import norm as reference
 
 _norm = Function(

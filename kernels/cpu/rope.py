@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu.build import TYPES
-from swell.kernels.cpu.graph import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function
 from swell.kernels.reference import rope as reference
 
 _rope = Function(

@@ -13,7 +13,6 @@ from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from swell.kernels.graph import NotCapturableError, Traits, can_capture, capture, traits
@@ -302,16 +301,9 @@ class _FixedSteps:
             return hidden.tensors()
         inputs = forward.take_layer_inputs()
         self._num_inputs = len(inputs)
-        if self._head is HeadOutput.LOGITS and not self._captures_logits(hidden):
-            return [hidden, *inputs]
+        if self._head is HeadOutput.LOGITS and self._traits.has_fixed_sizes:
+            return [hidden, *inputs]  # each bucket would keep its own logits, which are large
         return [hidden, *inputs, *forward.head(self._head, hidden, batch)]
-
-    def _captures_logits(self, hidden: Tensor) -> bool:
-        """Logits are not captured if each bucket would keep its own, which are large, or if torch
-        has to convert them to float32 and the graph cannot repeat that."""
-        if self._traits.has_fixed_sizes:
-            return False
-        return self._traits.accepts_torch or hidden.dtype == torch.float32
 
     def run(self, batch: InputBatch) -> Tensor | IntermediateTensors:
         """Computes a batch. Returns hidden states [S, hidden], or the input of the next stage."""

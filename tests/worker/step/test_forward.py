@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.comm import connect
@@ -30,7 +31,7 @@ def make(folder, family, **changes) -> None:
 @pytest.fixture
 def replayed(monkeypatch) -> set[tuple[int, ...]]:
     """Records the tokens, rows and samples of the steps that were replayed."""
-    from swell.kernels.cpu.graph import Recording
+    from swell.kernels.cpu.capture.recording import Recording
 
     seen: set[tuple[int, ...]] = set()
     replay = Recording.replay
@@ -143,11 +144,27 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, replayed, 
         assert tokens(greedy, greedy) == alone and not replayed
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_neox"])
-def test_models_that_cannot_be_captured_run_eagerly(tmp_path, replayed, family):
-    """Models that cannot be captured run eagerly: experts are chosen during the forward pass, and a
-    transformers model calls torch itself."""
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "phi3", "stablelm"])
+def test_steps_of_transformers_models_are_replayed(tmp_path, replayed, family):
+    """Steps of transformers models are replayed, too. Our kernels round some of torch's operations
+    differently, so probabilities are only close."""
     make(tmp_path, family)
+    found = answers(tmp_path)
+    assert {(rows, rows, rows) for rows in range(1, 5)} < replayed
+    assert any(tokens > rows > samples for tokens, rows, samples in replayed)
+    replayed.clear()
+    eager = answers(tmp_path, **{"model.enforce_eager": True})
+    assert not replayed
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in eager]
+    for (_, logprobs), (_, expected) in zip(found, eager, strict=True):
+        if expected is not None:
+            torch.testing.assert_close(
+                torch.tensor(logprobs.logprobs), torch.tensor(expected.logprobs), rtol=0, atol=1e-4
+            )
+
+
+def test_steps_that_choose_experts_run_eagerly(tmp_path, replayed):
+    make(tmp_path, "qwen3_moe")
     tried = answers(tmp_path)
     assert not replayed
     assert tried == answers(tmp_path, **{"model.enforce_eager": True})

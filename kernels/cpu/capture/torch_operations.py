@@ -1,0 +1,287 @@
+"""The operations of torch that a recording of the CPU backend repeats.
+
+    VIEWS, MAKERS   run while a step is recorded, and need not be repeated
+    COMPOSED        are other operations of torch or of this backend, which are recorded
+    POINTWISE       are recorded as calls of `pointwise.cpp`; so are REDUCTIONS
+    anything else   is decomposed by torch, or refused
+
+A recording computes any number of rows up to that of the capture. So an operation is recorded only
+if the rows are one dimension of its result, which its size tells, and each row depends on the same
+row of the operands. Operations on constants, such as parameters, are repeated as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from swell.kernels.cpu import build, linear, norm
+from swell.kernels.cpu.capture import pointwise as compiled
+from swell.kernels.cpu.capture.recording import Recording
+from swell.kernels.graph import NotCapturableError
+
+MAKERS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+VIEWS = {
+    *("alias", "as_strided", "detach", "expand", "narrow", "permute", "select", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze"),
+    *("view", "_unsafe_view", "lift_fresh"),
+}
+
+
+class Step:
+    """The tensors of one recording."""
+
+    def __init__(self, recording: Recording, sizes: tuple[int, ...]) -> None:
+        """`sizes`: the numbers of rows."""
+        self._recording, self._sizes = recording, sizes
+        self.made: list[Tensor] = []
+        """The tensors that were made during the recording."""
+        self._is_constant: dict[int, bool] = {}
+        """The storage of each of them -> whether it is a constant."""
+
+    def make(self, like: Tensor, operands: Sequence[Tensor]) -> Tensor:
+        """Returns a new tensor with the sizes, strides and type of `like`, for the result of an
+        operation on `operands`."""
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+        self.add(made, all(map(self.is_constant, operands)))
+        return made
+
+    def add(self, made: Tensor, is_constant: bool = False) -> None:
+        """Registers a tensor that was made during the recording."""
+        self.made.append(made)
+        self._is_constant[_storage(made)] = is_constant
+
+    def is_made(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._is_constant
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is the same in each step: it was made from constants only, or before the
+        recording, and is not one of the step's inputs, which are integers of rows."""
+        made = self._is_constant.get(_storage(tensor))
+        if made is not None:
+            return made
+        return tensor.is_floating_point() or not self.sizes_in(tensor)
+
+    def sizes_in(self, tensor: Tensor) -> set[int]:
+        """Returns the sizes of dimensions that may be numbers of rows."""
+        return {*self._sizes} & {*tensor.shape}
+
+    def row(self, result: Tensor, operands: Sequence[Tensor]) -> int | None:
+        """Returns the dimension of the rows in the result of an operation whose operands are
+        broadcast to its shape; None: the result is constant."""
+        changing = [t for t in operands if not self.is_constant(t)]
+        if not changing:
+            if self.is_constant(result) or not self.sizes_in(result):
+                return None
+            changing = [result]
+        rows = {self._rows(t) for t in changing}
+        size = rows.pop()
+        if rows or result.shape.count(size) != 1:
+            raise NotCapturableError(f"the shape {list(result.shape)} does not tell its rows")
+        dim = [*result.shape].index(size)
+        for each in changing:
+            own = dim - result.dim() + each.dim()
+            if own < 0 or each.shape[own] != size:
+                raise NotCapturableError("a row of a result depends on several rows")
+        return dim
+
+    def _rows(self, tensor: Tensor) -> int:
+        """Returns the number of rows of a tensor that is not constant."""
+        known = self._recording.rows.get(_storage(tensor)) if self.is_made(tensor) else None
+        if known is not None:
+            return known
+        sizes = self.sizes_in(tensor)
+        if len(sizes) != 1:
+            raise NotCapturableError(f"the shape {list(tensor.shape)} does not tell its rows")
+        return sizes.pop()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _add(operation: str) -> Callable[..., tuple[Any, ...]]:
+    return lambda a, b, alpha=1: (operation, a, b) if alpha == 1 else (operation, a, b, alpha)
+
+
+def _pow(a: Any, b: Any) -> tuple[Any, ...]:
+    return ("square", a) if not isinstance(b, Tensor) and b == 2 else ("pow", a, b)
+
+
+def _div(a: Any, b: Any, rounding_mode: str | None = None) -> tuple[Any, ...]:
+    if rounding_mode not in (None, "floor"):
+        raise NotCapturableError(f"torch's div with {rounding_mode=}")
+    return ("floor_divide" if rounding_mode else "div", a, b)
+
+
+def _clamp(a: Any, min: Any = None, max: Any = None) -> tuple[Any, ...]:
+    return ("clamp", a, math.nan if min is None else min, math.nan if max is None else max)
+
+
+def _bitwise(operation: str) -> Callable[..., tuple[Any, ...]]:
+    def of(*operands: Any) -> tuple[Any, ...]:
+        if any(isinstance(t, Tensor) and t.dtype != torch.bool for t in operands):
+            raise NotCapturableError("torch's bitwise operations on integers")
+        return (operation, *operands)
+
+    return of
+
+
+_SAME = (
+    *("mul", "maximum", "minimum", "floor_divide", "eq", "ne", "lt", "le", "gt", "ge", "where"),
+    *("logical_and", "logical_or", "logical_not", "neg", "abs", "sqrt", "rsqrt", "reciprocal"),
+    *("exp", "expm1", "log", "log1p", "sin", "cos", "tanh", "sigmoid", "silu", "relu", "erf"),
+)
+POINTWISE: dict[str, Callable[..., tuple[Any, ...]]] = {
+    **{name: lambda *operands, name=name: (name, *operands) for name in _SAME},
+    "add": _add("add"),
+    "sub": _add("sub"),
+    "rsub": lambda a, b, alpha=1: _add("sub")(b, a, alpha),
+    "div": _div,
+    "pow": _pow,
+    "clamp": _clamp,
+    "clamp_min": lambda a, bound: _clamp(a, bound),
+    "clamp_max": lambda a, bound: _clamp(a, None, bound),
+    "masked_fill": lambda a, mask, value: ("where", mask, value, a),
+    "bitwise_and": _bitwise("logical_and"),
+    "bitwise_or": _bitwise("logical_or"),
+    "bitwise_not": _bitwise("logical_not"),
+    "gelu": lambda a, approximate="none": ("gelu" if approximate == "none" else "gelu_tanh", a),
+    "softplus": lambda a, beta=1, threshold=20: ("softplus", a, beta, threshold),
+    "_to_copy": lambda a, **_: ("copy", a),
+    "clone": lambda a, **_: ("copy", a),
+    "copy": lambda _, source, *__: ("copy", source),
+    "fill": lambda _, value: ("copy", value),
+    "zero": lambda _: ("copy", 0),
+}
+"""The name of an operation -> a function of its arguments that returns a name of `compiled` and the
+operands. The name of an operation in place ends with an underscore."""
+
+REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "amax", "_softmax": "softmax"}
+"""The name of an operation -> the name of `compiled`."""
+
+
+def record_pointwise(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Records an operation on elements, and returns its result."""
+    name = func.overloadpacket.__name__
+    in_place = name.endswith("_")
+    arrange = POINTWISE[name.removesuffix("_") if in_place else name]
+    operation, *given = arrange(*args, **kwargs)
+    operands = [
+        each if isinstance(each, Tensor) else torch.tensor(each, dtype=torch.float64)
+        for each in given
+    ]
+    if in_place:
+        out = args[0]
+        if not step.is_made(out):
+            raise NotCapturableError(f"torch's {name} changes a tensor of the model")
+    else:
+        out = step.make(_on_meta(func, args, kwargs), operands)
+    if out.dtype == torch.bfloat16 and operation != "where":
+        for each in operands:
+            if operation != "copy" and each.dim() and not each.dtype.is_floating_point:
+                raise NotCapturableError(f"torch's {name} on integers and bfloat16")
+    compiled.pointwise(operation, operands, out, step.row(out, operands))
+    return out
+
+
+def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Records a reduction over one dimension, and returns its result."""
+    name = func.overloadpacket.__name__
+    x, dims = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
+    if isinstance(dims, int):
+        dims = [dims]
+    if not dims or len(dims) != 1 or not x.is_floating_point():
+        raise NotCapturableError(f"torch's {name} of several dimensions, or of integers")
+    dim = dims[0] % x.dim()
+    out = step.make(_on_meta(func, args, kwargs), [x])
+    row = step.row(x, [x])
+    if row == dim:
+        raise NotCapturableError(f"torch's {name} of several rows")
+    kept = out if out.dim() == x.dim() else out.unsqueeze(dim)
+    compiled.reduction(REDUCTIONS[name], x, kept, dim, row)
+    return out
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Returns the result of an operation without its values."""
+
+    def meta(t: Tensor) -> Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+    kept = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
+    args, kept = tree_map_only(Tensor, meta, (args, kept))
+    result: Tensor = func(*args, **kept)
+    return result
+
+
+def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    dim %= tensors[0].dim()
+    shape = list(tensors[0].shape)
+    shape[dim] = sum(t.shape[dim] for t in tensors)
+    kinds = {t.dtype for t in tensors}
+    if len(kinds) != 1:
+        raise NotCapturableError("torch's cat of several types")
+    out, start = torch.empty(shape, dtype=kinds.pop()), 0
+    for each in tensors:
+        out.narrow(dim, start, each.shape[dim]).copy_(each)
+        start += each.shape[dim]
+    return out
+
+
+def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return _cat([t.unsqueeze(dim) for t in tensors], dim)
+
+
+def _embedding(weight: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    if weight.dim() != 2 or not weight.is_contiguous() or weight.dtype not in build.TYPES:
+        raise NotCapturableError("a lookup in a table of this form")
+    return linear.embedding(ids, weight)
+
+
+def _index_select(x: Tensor, dim: int, ids: Tensor) -> Tensor:
+    if dim:
+        raise NotCapturableError("a selection of columns")
+    return _embedding(x, ids)
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    if len(indices) != 1 or indices[0] is None or indices[0].dtype == torch.bool:
+        raise NotCapturableError("a selection by several indices")
+    return _embedding(x, indices[0])
+
+
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, None, None]:
+    if len(shape) != 1 or weight is None:
+        raise NotCapturableError("a layer norm without weights")
+    return norm.layer_norm(x, weight, bias, eps), None, None
+
+
+COMPOSED: dict[str, Callable[..., Any]] = {
+    "cat": _cat,
+    "stack": _stack,
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index": _index,
+    "native_layer_norm": _layer_norm,
+}
+"""The name of an operation -> what computes it by other operations that are recorded."""
+
+FACTORIES = {
+    "zeros": 0,
+    "zeros_like": 0,
+    "new_zeros": 0,
+    "ones": 1,
+    "ones_like": 1,
+    "new_ones": 1,
+}
+"""The name of an operation that makes a tensor -> the value of its elements."""
+CONSTANTS = {"arange", "full", "scalar_tensor"}
+"""Operations without operands, whose results are the same in each step."""
