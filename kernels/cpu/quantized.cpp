@@ -326,7 +326,9 @@ class IntegerProducts {
     alignas(64) float sums[P * kChunk * kPanel];
     const Panels panels(a_->form, a_->w, a_->size, panel, apart);
     const int64_t tiles = (count_ + kDotRows - 1) / kDotRows, some = (count_ + tiles - 1) / tiles;
-    const auto& of_rows = a_->form.group == 32 ? kIntegerTiles<Bits, 32, P> : kIntegerTiles<Bits, 0, P>;
+    const auto& of_rows = a_->form.group == 32   ? kIntegerTiles<Bits, 32, P>
+                          : a_->form.group == 16 ? kIntegerTiles<Bits, 16, P>
+                                                 : kIntegerTiles<Bits, 0, P>;
     for (int64_t m = 0; m < count_; m += some)
       of_rows[std::min(some, count_ - m) - 1](x_, m_ + m, a_->size, panels, m == 0, sums + m * kPanel);
     for (size_t p = 0; p < P; p++) outs[p].take(sums + p * kChunk * kPanel, 0, count_);

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 GROUP = 32
 """The number of inputs of a group that `quantize` makes."""
-GROUPS = (32, 64, 128, 256)
+GROUPS = (16, 32, 64, 128, 256)
 """The numbers of inputs of a group with which products can be computed."""
 SCALE_TYPES = (torch.float16, torch.float32)
 _ROWS_BYTES = 4 * 2**20

@@ -44,6 +44,7 @@ def random_weight(
 
 FORMS = [
     *({"bits": 8}, {"bits": 4}, {"bits": 4, "mins": True}, {"bits": 8, "mins": True, "wide": True}),
+    *({"bits": 8, "group": 16, "wide": True}, {"bits": 4, "group": 16, "mins": True}),
     *({"bits": 4, "group": 64, "wide": True}, {"bits": 4, "group": 128, "mins": True}),
 ]
 
@@ -94,7 +95,7 @@ def test_linear_equals_the_product_with_the_dequantized_weight(name, dtype, form
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("form", FORMS[:4], ids=str)
+@pytest.mark.parametrize("form", FORMS[:6], ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)
 def test_integer_activations_of_cpu(dtype, form, rows, size, outs):
     """Products equal those with rounded inputs, and so are within the stated bound of the exact
@@ -102,18 +103,19 @@ def test_integer_activations_of_cpu(dtype, form, rows, size, outs):
     torch.manual_seed(0)
     module, weight = backend("cpu"), random_weight(outs, size, **form)
     x, bias = torch.randn(rows, size).to(dtype), torch.randn(outs).to(dtype)
+    group = weight.form.group
     if rows > 1:
-        x[1, :GROUP] = 0
+        x[1, :group] = 0
     packed = module.pack_quantized(weight, dtype, integer_activations=True)
     found = module.linear(x, packed, bias)
     assert found.dtype == dtype and found.shape == (rows, outs)
     # The products of integers are exact; the weight is never rounded to the type.
     w = weight.dequantize(torch.float32).double()
-    expected = quantized_rows(x, GROUP) @ w.T + bias.double()
+    expected = quantized_rows(x, group) @ w.T + bias.double()
     magnitudes = x.double().abs() @ w.abs().T + bias.double().abs()
     assert ((found.double() - expected).abs() <= EPS[dtype] * magnitudes).all()
 
-    scales = x.double().abs().unflatten(1, (-1, GROUP)).amax(2).repeat_interleave(GROUP, 1) / 127
+    scales = x.double().abs().unflatten(1, (-1, group)).amax(2).repeat_interleave(group, 1) / 127
     exact = x.double() @ w.T + bias.double()
     bound = scales @ w.abs().T / 2 + EPS[dtype] * magnitudes
     assert ((found.double() - exact).abs() <= bound).all()
@@ -125,14 +127,14 @@ def test_integer_activations_of_cpu(dtype, form, rows, size, outs):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 32), (8, 16)])
 @pytest.mark.parametrize("integers", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_of_cpu_has_the_same_bits_in_any_batch(dtype, bits, integers, threads):
+def test_a_row_of_cpu_has_the_same_bits_in_any_batch(dtype, bits, group, integers, threads):
     torch.manual_seed(0)
     module, before = backend("cpu"), torch.get_num_threads()
     x = torch.randn(500, 704).to(dtype)
-    packed = module.pack_quantized(random_weight(333, 704, bits), dtype, integers)
+    packed = module.pack_quantized(random_weight(333, 704, bits, group), dtype, integers)
     whole = module.linear(x, packed)
     torch.set_num_threads(threads)
     try:
@@ -224,7 +226,7 @@ def test_quantize_accepts_each_type_and_one_row_at_a_time(dtype, monkeypatch):
 def test_the_largest_integers_are_exact_of_cpu():
     """The sums of a group of the largest integers, of either sign, do not overflow."""
     module = backend("cpu")
-    for bits, group, sign in itertools.product((4, 8), (32, 128), (1, -1)):
+    for bits, group, sign in itertools.product((4, 8), (16, 32, 128), (1, -1)):
         integers = torch.full((33, 256), 2**bits - 1, dtype=torch.uint8)
         scales, mins = torch.ones(33, 256 // group), torch.zeros(33, 256 // group)
         weight = QuantizedTensor(integers, scales, mins, bits)

@@ -172,8 +172,9 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
         row += len(part.integers)
     if row != weight.shape[0]:
         return "joined otherwise than by rows"
-    if len({(part.bits, part.scales.shape[1]) for part in parts}) > 1:
-        return "joined of matrices with other bits or groups"
+    if len({part.bits for part in parts}) > 1:
+        return "joined of matrices with 4 and 8 bits"
+    parts = _in_equal_groups(parts)
     mins = None
     if any(part.mins is not None for part in parts):
         mins = torch.cat([_mins(part) for part in parts])
@@ -183,6 +184,23 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
         scales = half
     integers = torch.cat([part.integers for part in parts])
     return QuantizedTensor(integers, scales, mins, parts[0].bits)
+
+
+def _in_equal_groups(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
+    """Divides groups into smaller ones with one scale, until all parts have groups of one size: all
+    sizes are powers of two."""
+    groups = max(part.scales.shape[1] for part in parts)
+    return [
+        QuantizedTensor(
+            part.integers,
+            part.scales.repeat_interleave(groups // part.scales.shape[1], 1),
+            None
+            if part.mins is None
+            else part.mins.repeat_interleave(groups // part.scales.shape[1], 1),
+            part.bits,
+        )
+        for part in parts
+    ]
 
 
 def _mins(part: QuantizedTensor) -> torch.Tensor:

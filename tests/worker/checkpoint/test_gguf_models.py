@@ -22,6 +22,7 @@ from swell.worker.checkpoint.checkpoint import CUT_GROUP
 from swell.worker.checkpoint.gguf.checkpoint import PIECE_NUMBERS, GgufCheckpoint
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.worker import Worker
+from tests.support import adapters
 from tests.support.gguf_files import gguf_of, twin_of
 from tests.support.paths import NANO
 from tests.worker.tiny_models import FAMILIES, SIZES, WINDOW
@@ -243,6 +244,7 @@ KEPT_KINDS = [
     ("Q5_1",),
     ("Q4_K", "Q5_0"),
     ("Q5_K", "Q8_0"),
+    ("Q6_K", "Q8_0"),
 ]
 
 
@@ -275,9 +277,7 @@ def test_integers_have_the_values_of_the_numbers(kinds: Sequence[str], tmp_path:
     checkpoint.close()
 
 
-@pytest.mark.parametrize(
-    "kinds", [("F16",), ("Q6_K", "F16"), ("Q3_K", "F16"), ("Q2_K", "F16")], ids="+".join
-)
+@pytest.mark.parametrize("kinds", [("F16",), ("Q3_K", "F16"), ("Q2_K", "F16")], ids="+".join)
 def test_other_types_have_no_integers_for_products(kinds: Sequence[str], tmp_path: Path) -> None:
     checkpoint = GgufCheckpoint(gguf_of(Path(NANO), tmp_path / "m.gguf", kinds))
     tensor = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
@@ -288,7 +288,7 @@ def test_other_types_have_no_integers_for_products(kinds: Sequence[str], tmp_pat
 @pytest.mark.parametrize(
     "options", [{}, {"parallel.tensor": 2}, {"model.backend": "transformers"}], ids=str
 )
-@pytest.mark.parametrize("kinds", [("Q8_0",), ("Q4_0",), ("Q5_0",)], ids="+".join)
+@pytest.mark.parametrize("kinds", [("Q8_0",), ("Q4_0",), ("Q5_0",), ("Q6_K", "Q8_0")], ids="+".join)
 def test_answers_with_kept_integers_are_the_same(
     kinds: Sequence[str], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -299,3 +299,29 @@ def test_answers_with_kept_integers_are_the_same(
     loaded.load()
     layers = [each for each in loaded.model.modules() if isinstance(each, PackedWeight)]
     assert all(isinstance(each.weight, PackedQuantizedTensor) for each in layers)
+
+
+def test_kept_integers_sleep_are_replaced_and_have_adapters(tmp_path: Path) -> None:
+    """Groups of 16 numbers, and of 32."""
+    file = gguf_of(Path(NANO), tmp_path / "m.gguf", ("Q6_K", "Q8_0"))
+    shapes = adapters.module_shapes(AutoModelForCausalLM.from_pretrained(NANO))
+    adapter = str(adapters.make_adapter(tmp_path / "adapter", shapes, seed=3))
+    settings = {"model.device": "cpu", "model.dtype": "float32", "cache.memory_bytes": 4_000_000}
+    params = SamplingParams(temperature=0, max_tokens=12)
+
+    def tokens(llm: LLM, **options: Any) -> list[Sequence[int]]:
+        return [one.outputs[0].token_ids for one in llm.generate(PROMPTS, params, **options)]
+
+    found = []
+    for quantize in ("none", "keep"):
+        values = {**settings, "model.quantize": quantize}
+        with LLM(str(file), **values, **{"lora.adapters": {"one": adapter}}) as llm:
+            plain, adapted = tokens(llm), tokens(llm, adapter="one")
+            llm.sleep(1)
+            llm.wake_up()
+            assert (tokens(llm), tokens(llm, adapter="one")) == (plain, adapted)
+        with LLM(str(file), **values) as llm:
+            llm.update_weights(str(file))
+            assert tokens(llm) == plain
+        found.append((plain, adapted))
+    assert found[0] == found[1]

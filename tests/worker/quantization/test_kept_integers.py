@@ -13,9 +13,13 @@ import torch
 from swell.cluster.local import LLM
 from swell.configs.schema import ModelConfig, load
 from swell.kernels.linear import panel
-from swell.kernels.weights.quantized import PackedQuantizedTensor
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import PackedWeight, Packing
+from swell.worker.layers.weight_shard import ALL, WeightShard, materialize
+from swell.worker.quantization.loaded_matrices import QuantizedMatrices
 from swell.worker.worker import Worker
 from tests.worker.quantization import writers
 from tests.worker.quantization.copies import answers, answers_of, copies, is_projection
@@ -102,6 +106,42 @@ def test_layers_with_several_forms_are_dequantized(tmp_path: Path) -> None:
     assert answers(quantized, **KEEP) == answers(plain, **ON_CPU)
     assert kept(quantized) == [4, 4]
     assert kept(quantized, **{"model.backend": "transformers"}) == [4] * 4
+
+
+class Stored:
+    """A stored matrix with groups of some size."""
+
+    file, description = Path("m"), "m"
+
+    def __init__(self, group: int, mins: bool) -> None:
+        self.shape = (32, 128)
+        integers = torch.randint(0, 256, self.shape, dtype=torch.uint8)
+        scales, low = torch.rand(2, 32, 128 // group)
+        self.weight = QuantizedTensor(integers, scales, low if mins else None, 8)
+
+    def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
+        return self.weight.dequantize(dtype)[index]
+
+    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+        return self.weight
+
+
+def test_matrices_with_other_groups_are_joined() -> None:
+    """The parts of a layer get the groups of the smallest."""
+    torch.manual_seed(0)
+    layer = ReplicatedLinear(128, 4 * 32, bias=False)
+    materialize(layer, torch.device("cpu"), torch.float32)
+    stored = [Stored(32, False), Stored(16, False), Stored(64, True), Stored(128, False)]
+    needed = [
+        (each, WeightShard("m", layer.weight[row : row + 32], (ALL, ALL), (32, 128)))
+        for row, each in zip(range(0, 128, 32), stored, strict=True)
+    ]
+    matrices = QuantizedMatrices(torch.nn.Sequential(layer), Packing(keeps_integers=True))
+    assert matrices.keep(needed)
+    assert layer.weight.form.group == 16
+    found = layer.weight.unpack().dequantize(torch.float32)
+    expected = torch.cat([each.weight.dequantize(torch.float32) for each in stored])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def logged(folder: Path, caplog: pytest.LogCaptureFixture, **settings: Any) -> dict[str, Any]:

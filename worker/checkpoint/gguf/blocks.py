@@ -30,7 +30,7 @@ class Groups(NamedTuple):
 
 def keep(blocks: torch.Tensor, kind: BlockType) -> QuantizedTensor:
     """Returns the numbers of blocks of a type in `KEPT`, as [n, numbers of a block]."""
-    bits, zero = KEPT[kind.name]
+    bits, zero, _ = KEPT[kind.name]
     integers, scales, mins = GROUPS[kind.name](blocks)
     unsigned = integers.view(torch.uint8) + zero
     return QuantizedTensor(unsigned.flatten(1), scales, None if mins is None else -mins, bits)
@@ -147,17 +147,17 @@ def _q6_k(blocks: torch.Tensor) -> Groups:
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name of a type that is not quantized -> the same type of torch."""
 
-GROUP_NUMBERS = 32
-"""The numbers of a group of the types in `KEPT`."""
 KEPT = {
-    # name -> the bits of its integers in products, and the integer that stands for 0 in them
-    "Q4_0": (4, 8),
-    "Q4_1": (4, 0),
-    "Q4_K": (4, 0),
-    "Q5_0": (8, 128),
-    "Q5_1": (8, 0),
-    "Q5_K": (8, 0),
-    "Q8_0": (8, 128),
+    # name -> the bits of its integers in products, the integer that stands for 0 in them, and the
+    # numbers of a group
+    "Q4_0": (4, 8, 32),
+    "Q4_1": (4, 0, 32),
+    "Q4_K": (4, 0, 32),
+    "Q5_0": (8, 128, 32),
+    "Q5_1": (8, 0, 32),
+    "Q5_K": (8, 0, 32),
+    "Q6_K": (8, 128, 16),
+    "Q8_0": (8, 128, 32),
 }
 """Types whose integers products can use."""
 

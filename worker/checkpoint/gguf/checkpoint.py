@@ -16,7 +16,7 @@ from swell.configs.files.gguf.header import read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
 from swell.kernels.weights.quantized import QuantizedTensor
 from swell.worker.checkpoint.checkpoint import CUT_GROUP, NOT_FINITE, Index
-from swell.worker.checkpoint.gguf.blocks import GROUP_NUMBERS, KEPT, dequantize, keep
+from swell.worker.checkpoint.gguf.blocks import KEPT, dequantize, keep
 
 PIECE_NUMBERS = 2**20
 """The most numbers that are dequantized at a time: in float32 they stay in a cache of the
@@ -109,12 +109,13 @@ class GgufTensor:
         kind = self._source.tensor.type
         if kind.name not in KEPT or len(self.shape) != 2 or self._source.added:
             return f"stored as {kind.name}"
+        bits, _, group = KEPT[kind.name]
         rows, width = _slices(index, self.shape)
-        if width.start % GROUP_NUMBERS or width.stop % GROUP_NUMBERS:
+        if width.start % group or width.stop % group:
             return CUT_GROUP
         first = width.start // kind.numbers * kind.numbers
         columns = slice(width.start - first, width.stop - first)
-        groups = slice(columns.start // GROUP_NUMBERS, columns.stop // GROUP_NUMBERS)
+        groups = slice(columns.start // group, columns.stop // group)
         integers, scales, mins = [], [], []
         for piece in self._pieces(rows, width):
 
@@ -129,7 +130,6 @@ class GgufTensor:
         of_groups = torch.cat(scales)
         if not bool(of_groups.isfinite().all()):
             return NOT_FINITE
-        bits, _ = KEPT[kind.name]
         return QuantizedTensor(
             torch.cat(integers), of_groups, torch.cat(mins) if mins else None, bits
         )
