@@ -75,16 +75,17 @@ def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
 def pack_quantized(
     weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
 ) -> PackedQuantizedTensor:
-    """Returns `weight` [out, in] in the form for products of `dtype`, float32 or bfloat16.
+    """Returns `weight` [out, in] in the form for products of `dtype`: float32, bfloat16, or float16
+    with `triton` and `reference`.
 
-    Products have the bits of products with the dequantized weight, packed as `dtype`. With
-    `integer_activations` a backend may round the inputs, for speed: each group of a row to integers
-    of 8 bits and a scale, which is the group's largest magnitude / 127. So input i differs by at
-    most half the scale s(i) of its group, and output o by at most the sum over i of
-    |weight[o, i]| * s(i) / 2, besides the rounding of float32. An input that is NaN or infinite
-    then makes all outputs of its row NaN.
+    Products use the dequantized weight, rounded to `dtype`; in `cpu` they have the bits of products
+    with it, packed. With `integer_activations` a backend may round the inputs, for speed: each
+    group of a row to integers of 8 bits and a scale, which is the group's largest magnitude / 127.
+    So input i differs by at most half the scale s(i) of its group, and output o by at most the sum
+    over i of |weight[o, i]| * s(i) / 2, besides the rounding of float32. An input that is NaN or
+    infinite then makes all outputs of its row NaN.
 
-    Backends: reference (does not round inputs), cpu.
+    Backends: reference and triton (do not round inputs), cpu.
     """
     backend = backends.get("linear", weight.scales.device.type)
     packed: PackedQuantizedTensor = backend.pack_quantized(weight, dtype, integer_activations)
@@ -102,8 +103,7 @@ def panel(device_type: str) -> int | None:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
-    """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type. Only
-    CPUs compute with quantized weights.
+    """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
 
     With a packed weight a row's result has the same bits in every batch. Sums are in float32, and
     rounded once to the type. Backends: reference, cpu, triton.

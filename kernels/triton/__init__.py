@@ -11,6 +11,7 @@ import importlib
 import logging
 import os
 import shutil
+from typing import NamedTuple
 
 import torch
 
@@ -24,6 +25,16 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The types that this backend computes; the reference backend computes tensors of other types."""
 
 _log = logging.getLogger("swell.kernels")
+
+
+class Tile(NamedTuple):
+    """The sizes of a program that computes a product."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    """The inputs of one step of its loop."""
+    stages: int
 
 
 def _reason() -> str | None:

@@ -14,30 +14,19 @@ Products with other weights are those of torch, which chooses a kernel by the nu
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.linear import FloatWeight, PackedTensor
+from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
-from swell.kernels.triton import TYPES
+from swell.kernels.triton import TYPES, Tile, quantized
+from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 
 MANY_OUTPUTS = 4096
 """The number of outputs from which a program computes more of them: fewer programs would not use
 all multiprocessors of a GPU."""
-
-
-class Tile(NamedTuple):
-    """The sizes of a program that computes a product."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    """The inputs of one step of its loop."""
-    stages: int
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -71,32 +60,44 @@ def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
     return PackedTensor(weight.detach().contiguous().unsqueeze(2), outs, size)
 
 
+def pack_quantized(
+    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+) -> PackedQuantizedTensor:
+    """See `swell.kernels.linear.pack_quantized`; inputs are never rounded."""
+    assert dtype in TYPES, dtype
+    return PackedQuantizedTensor.pack(weight, quantized.PANEL, dtype, integer_activations=False)
+
+
 def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
-def linear(x: Tensor, weight: FloatWeight, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
-    if not isinstance(weight, PackedTensor):
+    if isinstance(weight, Tensor):
         return reference.linear(x, weight, bias)
     return _multiply(x, weight, weight.out_features, bias)
 
 
-def linear_argmax(x: Tensor, weight: FloatWeight, outs: int) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`."""
-    if not isinstance(weight, PackedTensor):
+    if isinstance(weight, Tensor):
         return reference.linear_argmax(x, weight, outs)
     assert 0 < outs <= weight.out_features, (outs, weight.out_features)
     return reference.largest(_multiply(x, weight, outs))
 
 
-def embedding(ids: Tensor, weight: FloatWeight) -> Tensor:
+def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
+    if isinstance(weight, PackedQuantizedTensor):
+        return quantized.rows(ids, weight, 0)
     return reference.embedding(ids, plain(weight))
 
 
-def embedding_part(ids: Tensor, weight: FloatWeight, start: int) -> Tensor:
+def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
+    if isinstance(weight, PackedQuantizedTensor):
+        return quantized.rows(ids, weight, start)
     return reference.embedding_part(ids, plain(weight), start)
 
 
@@ -108,8 +109,15 @@ def plain(weight: FloatWeight) -> Tensor:
     return weight.data.squeeze(2) if isinstance(weight, PackedTensor) else weight
 
 
-def _multiply(x: Tensor, weight: PackedTensor, outs: int, bias: Tensor | None = None) -> Tensor:
+def _multiply(
+    x: Tensor,
+    weight: PackedTensor | PackedQuantizedTensor,
+    outs: int,
+    bias: Tensor | None = None,
+) -> Tensor:
     """Returns the first `outs` outputs."""
+    if isinstance(weight, PackedQuantizedTensor):
+        return quantized.multiply(x, weight, outs, bias)
     size, dtype = weight.in_features, weight.data.dtype
     assert x.shape[-1] == size and x.dtype == dtype, (x.shape, x.dtype)
     assert bias is None or (bias.dtype == dtype and bias.is_contiguous())

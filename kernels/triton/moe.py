@@ -23,9 +23,9 @@ from torch import Tensor
 from swell.kernels.linear import PackedTensor
 from swell.kernels.moe import ALIGNMENT, ExpertTable
 from swell.kernels.reference import moe as reference
-from swell.kernels.triton import TYPES
+from swell.kernels.triton import TYPES, Tile
 from swell.kernels.triton.activation import silu
-from swell.kernels.triton.linear import Tile, plain
+from swell.kernels.triton.linear import plain
 
 PAIRS = 1024
 """Pairs that a program counts or places at once."""

@@ -18,6 +18,7 @@ def correct(monkeypatch: pytest.MonkeyPatch) -> None:
     - `tl.dot` multiplies values of bfloat16; the interpreter multiplies their bit patterns.
     - `tl.dot` treats all rows of a tile alike: it adds in float64 and rounds the sum. The
       interpreter calls numpy's product, whose rounding depends on the row on some processors.
+    - `tl.fma` rounds once; the interpreter rounds the product, too.
     - Tensors are not copied to themselves after a kernel. So they may be larger than the memory, if
       kernels touch few of their pages.
     """
@@ -39,7 +40,15 @@ def correct(monkeypatch: pytest.MonkeyPatch) -> None:
         product = np.matmul(left, right, dtype=np.float64)
         return TensorHandle(product.astype(np.float32) + d.data, tl.float32)
 
+    def create_fma(
+        self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle
+    ) -> TensorHandle:
+        assert x.dtype.scalar == tl.float32, "the product of two floats is a double"
+        product = x.data.astype(np.float64) * y.data.astype(np.float64)
+        return TensorHandle((product + z.data).astype(np.float32), tl.float32)
+
     monkeypatch.setattr(InterpreterBuilder, "cast_impl", cast_impl)
+    monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
 

@@ -36,6 +36,7 @@ from tests.kernels.triton import (
     test_norm,
     test_penalties,
     test_qkv,
+    test_quantized,
     test_rope,
     test_sample,
 )
@@ -66,7 +67,10 @@ BUDGETS = {
     ),
     "bitmask": Budget(test_bitmask.launches, 0),
     "inputs": Budget(test_inputs.launches, 0),
-    "linear": Budget(test_linear.launches, 100 << 10),
+    "linear": Budget(
+        lambda dtype: chain(test_linear.launches(dtype), test_quantized.launches(dtype)),
+        100 << 10,
+    ),
     "logprobs": Budget(test_logprobs.launches, 4 << 10),
     "lora": Budget(test_lora.launches, 64 << 10),
     "moe": Budget(test_moe.launches, 110 << 10),
@@ -152,3 +156,11 @@ def test_rotations_round_products_before_sums(compiled):
     for _ in test_rope.launches(torch.float32):
         pass
     assert compiled and not any("fma." in kernel.asm["ptx"] for kernel in compiled)
+
+
+def test_quantized_weights_are_copied_16_bytes_at_once(compiled):
+    """Neighbouring outputs of a panel, for every form."""
+    for _ in test_quantized.launches(torch.bfloat16):
+        pass
+    products = [kernel.asm["ptx"] for kernel in compiled if kernel.name == "_quantized_linear"]
+    assert products and all("cp.async.cg.shared.global" in ptx for ptx in products)
