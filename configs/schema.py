@@ -66,8 +66,8 @@ class ModelConfig(Section, frozen=True):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto`: the checkpoint's own type; bfloat16 for a GGUF file with quantized weights."""
     quantize: Literal["none", "keep", "int8", "int4"] = "none"
-    """How matrices of linear layers are stored, on CPUs. `none`: with `dtype`. `keep`: as the
-    integers of a quantized checkpoint, where products can use them; other matrices have `dtype`
+    """How matrices of linear layers are stored. `none`: with `dtype`. `keep`: as the integers of a
+    quantized checkpoint, where products can use them; other matrices have `dtype`
     (docs/reference/quantization.md). `int8`, `int4`: they are quantized after they are loaded, to
     integers of 8 or 4 bits, and a float16 scale for each 32 neighbouring inputs of an output (8.5
     or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings without a head, norms,
@@ -75,9 +75,9 @@ class ModelConfig(Section, frozen=True):
     (docs/operate/quantization.md)."""
     activations: Literal["exact", "int8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized
-    to `dtype`. `int8`: the inputs of a row are rounded to integers of 8 bits, too, with a scale for
-    each group of the weight (32 inputs; with `keep`, up to 256), which is faster and less precise.
-    Read only if `quantize` is set."""
+    to `dtype`. `int8`, only on CPUs: the inputs of a row are rounded to integers of 8 bits, too,
+    with a scale for each group of the weight (32 inputs; with `keep`, up to 256), which is faster
+    and less precise. Read only if `quantize` is set."""
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

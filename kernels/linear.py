@@ -75,8 +75,8 @@ def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
 def pack_quantized(
     weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
 ) -> PackedQuantizedTensor:
-    """Returns `weight` [out, in] in the form for products of `dtype`: float32, bfloat16, or float16
-    with `triton` and `reference`.
+    """Returns `weight` [out, in] in the form for products of `dtype`: float32, bfloat16 or
+    float16.
 
     Products use the dequantized weight, rounded to `dtype`; in `cpu` they have the bits of products
     with it, packed. With `integer_activations` a backend may round the inputs, for speed: each

@@ -289,7 +289,7 @@ def _read_group(
     report: _LoadProgress,
 ) -> None:
     needed = [(stored.tensor(shard.name), shard) for shard in group]
-    if matrices.keep(needed):
+    if matrices.keep(needed, uploads):
         report.add(sum(shard.target.nbytes for shard in group))
         return
     for tensor, shard in needed:

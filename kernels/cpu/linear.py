@@ -111,7 +111,7 @@ def panel() -> int:
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) or weight.dtype not in TYPES:
         return reference.linear(x, weight, bias)
     data, outs, size = weight.data, weight.out_features, weight.in_features
     assert x.shape[-1] == size and x.dtype == weight.dtype, (x.shape, x.dtype)
@@ -131,7 +131,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
 
 def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`; the outputs themselves are not written."""
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) or weight.dtype not in TYPES:
         return reference.linear_argmax(x, weight, outs)
     data, size = weight.data, weight.in_features
     assert 0 < outs <= weight.out_features, (outs, weight.out_features)
@@ -153,12 +153,12 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
+    if weight.dtype not in TYPES:
+        return reference.embedding(ids, weight)
     if isinstance(weight, Tensor):
         data, size, panel = weight, weight.shape[1], 1
     else:
         data, size, panel = weight.data, weight.in_features, PANEL
-    if weight.dtype not in TYPES:
-        return reference.embedding(ids, data)
     assert data.is_contiguous()
     if ids.dtype != torch.int64 or not ids.is_contiguous():
         ids = ids.to(torch.int64).contiguous()
@@ -177,7 +177,7 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
 
 def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
-    if isinstance(weight, Tensor) and weight.dtype not in TYPES:
+    if weight.dtype not in TYPES:
         return reference.embedding_part(ids, weight, start)
     count = len(weight) if isinstance(weight, Tensor) else weight.out_features
     if ids.dtype != torch.int64 or not ids.is_contiguous():

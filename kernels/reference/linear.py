@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swell.kernels.linear import Weight
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 
 _PANEL = 1
@@ -28,24 +29,22 @@ def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
-def linear(x: Tensor, weight: Tensor | PackedQuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
     return F.linear(x, _plain(weight), bias)
 
 
-def linear_argmax(
-    x: Tensor, weight: Tensor | PackedQuantizedTensor, outs: int
-) -> tuple[Tensor, Tensor]:
+def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]:
     """See `swell.kernels.linear.linear_argmax`."""
     return largest(F.linear(x, _plain(weight)[:outs]))
 
 
-def embedding(ids: Tensor, weight: Tensor | PackedQuantizedTensor) -> Tensor:
+def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
     return F.embedding(ids, _plain(weight))
 
 
-def embedding_part(ids: Tensor, weight: Tensor | PackedQuantizedTensor, start: int) -> Tensor:
+def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
     plain = _plain(weight)
     local = ids - start
@@ -60,10 +59,10 @@ def pick_largest(values: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Te
     return largest_values[:, 0], (indices.gather(1, parts) + parts * part)[:, 0]
 
 
-def _plain(weight: Tensor | PackedQuantizedTensor) -> Tensor:
+def _plain(weight: Weight) -> Tensor:
     if isinstance(weight, PackedQuantizedTensor):
         return weight.unpack().dequantize(weight.dtype)
-    return weight
+    return weight if isinstance(weight, Tensor) else weight.unpack()
 
 
 def largest(y: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,8 +22,10 @@ GROUPS = (16, 32, 64, 128, 256)
 """The numbers of inputs of a group with which products can be computed."""
 SCALE_TYPES = (torch.float16, torch.float32)
 _ROWS_BYTES = 4 * 2**20
-"""The memory, in bytes, that the conversion of some rows of a weight may use: it stays in the
-cache."""
+"""The memory, in bytes, that the conversion of some rows of a weight may use: on CPUs it stays in
+the cache."""
+_DEVICE_ROWS_BYTES = 256 * 2**20
+"""The same on other devices, which need many rows to be busy."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class QuantizedTensor:
         """Returns the weight [out, in]: each number is rounded to float32, then to `dtype`."""
         outs, size = self.integers.shape
         result = self.integers.new_empty(outs, size, dtype=dtype)
-        step = max(1, _ROWS_BYTES // (16 * max(1, size)))
+        step = max(1, _rows_bytes(self.integers) // (16 * max(1, size)))
         for row in range(0, outs, step):
             rows = slice(row, row + step)
             scales = self.scales[rows].double().unsqueeze(2)
@@ -125,7 +127,7 @@ class PackedQuantizedTensor:
         (outs, size), form = weight.integers.shape, weight.form
         groups = size // form.group
         data = weight.integers.new_empty(-(-outs // panel), groups, form.block_bytes(panel))
-        step = max(1, _ROWS_BYTES // (8 * panel * size)) * panel
+        step = max(1, _rows_bytes(weight.integers) // (8 * panel * size)) * panel
         for row in range(0, outs, step):
             data[row // panel : (row + step) // panel] = _blocks(weight.rows(row, step), panel)
         return cls(data, outs, size, form, dtype, integer_activations)
@@ -176,6 +178,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.reshape(-1).contiguous().view(dtype).view(*tensor.shape[:-1], -1)
 
 
+def _rows_bytes(weight: Tensor) -> int:
+    return _ROWS_BYTES if weight.device.type == "cpu" else _DEVICE_ROWS_BYTES
+
+
 def quantize(weight: Tensor, bits: int) -> QuantizedTensor:
     """Rounds a weight [out, in] of floats to integers, without minima; `in` must be a multiple of
     `GROUP`.
@@ -202,7 +208,7 @@ def _one_thread() -> Iterator[None]:
 def _quantized(weight: Tensor, bits: int) -> QuantizedTensor:
     outs, size = weight.shape
     assert size % GROUP == 0, (size, GROUP)
-    step = max(1, _ROWS_BYTES // (32 * max(1, size)))
+    step = max(1, _rows_bytes(weight) // (32 * max(1, size)))
     rows = [weight[row : row + step] for row in range(0, outs, step)]
     zero = 1 << (bits - 1)
     scale_type = _scale_type(rows, zero)

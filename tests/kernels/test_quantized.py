@@ -94,6 +94,19 @@ def test_linear_equals_the_product_with_the_dequantized_weight(name, dtype, form
     assert torch.equal(module.embedding(ids, packed), module.embedding(ids, plain))
 
 
+@pytest.mark.parametrize("integers", [False, True])
+def test_float16_of_cpu_is_computed_by_the_reference(integers):
+    torch.manual_seed(0)
+    weight, x = random_weight(40, 64, 4), torch.randn(5, 64).half()
+    module, packed = backend("cpu"), backend("cpu").pack_quantized(weight, torch.half, integers)
+    plain = weight.dequantize(torch.half)
+    assert torch.equal(module.linear(x, packed), torch.nn.functional.linear(x, plain))
+    assert torch.equal(module.linear_argmax(x, packed, 39)[1], (x @ plain[:39].T).argmax(1))
+    ids = torch.tensor([3, 39, 0])
+    assert torch.equal(module.embedding(ids, packed), plain[ids])
+    assert torch.equal(module.embedding_part(ids + 5, packed, 5), plain[ids])
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS[:6], ids=str)
 @pytest.mark.parametrize(("rows", "size", "outs"), SHAPES)

@@ -251,5 +251,17 @@ def test_refusals(tmp_path: Path) -> None:
     assert "set model.quantize=none to save" in refusal(
         lambda: save_sharded(config, tmp_path / "out", lambda *_: None)
     )
-    text = refusal(lambda: Packing.of(config.model, torch.device("cuda"), torch.float32))
-    assert "use model.device=cpu" in text
+
+
+@pytest.mark.parametrize("form", ["keep", *BITS])
+def test_a_gpu_computes_with_exact_activations_of_each_type(form: str) -> None:
+    gpu = torch.device("cuda")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        config = ModelConfig(path="m", quantize=form)
+        packing = Packing.of(config, gpu, dtype)
+        assert (packing.bits, packing.keeps_integers) == (BITS.get(form), form == "keep")
+        assert Packing.of(ModelConfig(path="m", activations="int8"), gpu, dtype).bits is None
+        rounded = ModelConfig(path="m", quantize=form, activations="int8")
+        with pytest.raises(ValueError, match=r"model\.activations=int8: only CPUs") as error:
+            Packing.of(rounded, gpu, dtype)
+        assert "set model.activations=exact" in str(error.value)

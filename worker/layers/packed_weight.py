@@ -38,23 +38,14 @@ class Packing:
     @classmethod
     def of(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Packing:
         """Raises `ValueError` if the device cannot compute with such weights."""
-        wanted = f"model.quantize={config.quantize}"
         packing = cls(
             exact=config.exact,
             bits=_BITS[config.quantize],
             keeps_integers=config.quantize == "keep",
             integer_activations=config.activations == "int8",
         )
-        if packing.is_quantized and device.type != "cpu":
-            raise ValueError(
-                f"{wanted}: only CPUs compute with quantized weights; use model.device=cpu, "
-                f"{_OR_NOT}"
-            )
-        if packing.is_quantized and dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(
-                f"{wanted} needs model.dtype=float32 or bfloat16, but the type of this model is "
-                f"{str(dtype).removeprefix('torch.')}; set model.dtype, {_OR_NOT}"
-            )
+        if packing.is_quantized:
+            _refuse_unsupported(config, device, dtype)
         return packing
 
     @property
@@ -63,6 +54,21 @@ class Packing:
 
 
 FLOATS = Packing()
+
+
+def _refuse_unsupported(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises `ValueError` if the device cannot compute with quantized weights in this way."""
+    if device.type == "cpu" and dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            f"model.quantize={config.quantize} needs model.dtype=float32 or bfloat16 on CPUs, but "
+            f"the type of this model is {str(dtype).removeprefix('torch.')}; set model.dtype, "
+            f"{_OR_NOT}"
+        )
+    if device.type != "cpu" and config.activations == "int8":
+        raise ValueError(
+            "model.activations=int8: only CPUs round activations, because GPUs would not be faster "
+            "with it; set model.activations=exact"
+        )
 
 
 class Packable(nn.Module):

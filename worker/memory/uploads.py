@@ -39,6 +39,14 @@ class Uploads:
         for part, source_part in _parts(target, source):
             self._copy_part(part, source_part)
 
+    def upload(self, source: Tensor, like: Tensor) -> Tensor:
+        """Returns a tensor of the host on the device, where `like` is; on CPU the tensor itself."""
+        if self._device.type == "cpu":
+            return source
+        target = like.new_empty(source.shape, dtype=source.dtype)
+        self.copy(target, source)
+        return target
+
     def __exit__(self, *_error: object) -> None:
         for event in self._copied:
             event.synchronize()

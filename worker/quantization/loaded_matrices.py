@@ -26,6 +26,7 @@ from swell.worker.layers.packed_weight import (
 )
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.host_memory import trim_heap
+from swell.worker.memory.uploads import Uploads
 from swell.worker.model_interfaces import HoldsTensors
 
 TRIM_BYTES = 16 * 2**20
@@ -44,7 +45,7 @@ class LoadedMatrices:
         """Returns the shards in groups: those of one matrix that is quantized are one group."""
         return [[shard] for shard in shards]
 
-    def keep(self, needed: Sequence[Needed]) -> bool:
+    def keep(self, needed: Sequence[Needed], uploads: Uploads) -> bool:
         """Whether the integers of a group's tensors became the weight of its layers, so that the
         shards need not be filled."""
         return False
@@ -91,7 +92,7 @@ class QuantizedMatrices(LoadedMatrices):
                 groups.append(of_matrices.setdefault(memory, [shard]))
         return groups
 
-    def keep(self, needed: Sequence[Needed]) -> bool:
+    def keep(self, needed: Sequence[Needed], uploads: Uploads) -> bool:
         layers = self._layers.get(_memory(needed[0][1].target))
         if layers is None or not self._packing.keeps_integers:
             return False
@@ -100,6 +101,12 @@ class QuantizedMatrices(LoadedMatrices):
         if isinstance(integers, str):
             self._reasons.update(dict.fromkeys(map(id, layers), integers))
             return False
+        integers = QuantizedTensor(
+            uploads.upload(integers.integers, weight),
+            uploads.upload(integers.scales, weight),
+            None if integers.mins is None else uploads.upload(integers.mins, weight),
+            integers.bits,
+        )
         packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
         for layer in layers:
             layer.replace(packed)

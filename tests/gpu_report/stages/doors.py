@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from swell.kernels.attention import AttentionMetadata
 from swell.kernels.inputs import Bucket, Inputs
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
+from swell.kernels.weights.quantized import QuantizedTensor
 from tests.gpu_report.scale import Figures, Scale
 
 Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
@@ -104,6 +106,28 @@ def _argmax(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return list(linear.linear_argmax(to(_randn(5, 64)), linear.pack(to(_randn(96, 64))), 90))
 
 
+def _quantized(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    x, ids, found = to(_randn(5, 256) / 16), to(torch.tensor([3, 95, 0])), []
+    for form in (_form(4, 32), _form(8, 128), _form(4, 256, mins=True), _form(8, 32, mins=True)):
+        parts = [None if part is None else part.to(x.device) for part in form[:3]]
+        weight = linear.pack_quantized(QuantizedTensor(*parts, form[3]), x.dtype)
+        products = [linear.linear(x, weight, to(_randn(96))), *linear.linear_argmax(x, weight, 90)]
+        found += [*products, linear.embedding_part(ids + 7, weight, 10)]
+    return found
+
+
+def _form(bits: int, group: int, mins: bool = False) -> tuple[Any, ...]:
+    """Returns the parts of a random quantized weight [96, 256]."""
+    integers = torch.randint(2**bits, (96, 256), dtype=torch.uint8, generator=_randn_generator)
+    scales, low = _randn(96, 256 // group).abs() / 2**bits, _randn(96, 256 // group) / 4
+    return (
+        integers,
+        scales.to(torch.float32 if mins else torch.float16),
+        low if mins else None,
+        bits,
+    )
+
+
 def _sample(sample: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     logits = to(4 * _randn(6, 1000))
     columns = torch.tensor(
@@ -183,6 +207,7 @@ CASES: list[tuple[str, Case]] = [
     ("attention", _attention),
     ("linear", _linear),
     ("linear", _argmax),
+    ("linear", _quantized),
     ("sample", _sample),
     ("logprobs", _logprobs),
     ("penalties", _penalties),

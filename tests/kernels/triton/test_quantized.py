@@ -3,7 +3,9 @@ a row depend neither on the other rows nor on its place among them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,11 +87,13 @@ def test_definition(form: Form, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_rows_are_those_of_the_dequantized_weight(form: Form, dtype: torch.dtype) -> None:
+def test_rows_equal_the_dequantized_weight(form: Form, dtype: torch.dtype) -> None:
     """Bit for bit. Ids of other rows give zeros."""
-    for size, outs in ((form["group"], 1), (5 * form["group"], 70)):
+    for size, outs in ((form["group"], 1), (5 * form["group"], 70), (form["group"], 64)):
         weight = random_weight(outs, size, **form)
         packed, plain = pack_quantized(weight, dtype), weight.dequantize(dtype)
+        panels = packed.data.repeat(2, 1, 1)[: len(packed.data)]  # others follow in memory
+        packed = replace(packed, data=panels)
         ids = torch.tensor([[outs - 1, 0], [outs // 2, 0]])
         assert torch.equal(embedding(ids, packed), plain[ids])
         assert torch.equal(embedding(ids[:, 0].int(), packed), plain[ids[:, 0]])
@@ -129,6 +133,16 @@ def test_fewer_outputs_have_the_same_bits(monkeypatch, outs: int, many: int) -> 
     rounds_like(wanted, in_doubles(x, weight.dequantize(torch.bfloat16), None), torch.bfloat16)
     wanted = wanted[:, :outs].max(1)
     assert torch.equal(largest, wanted.values.float()) and torch.equal(index, wanted.indices)
+
+
+def test_nothing_is_written_outside_the_results(monkeypatch) -> None:
+    x, weight = made(5, 64, 40, torch.float32, {"bits": 4})
+    packed, memory = pack_quantized(weight, torch.float32), torch.full((200, 64), 7.0)
+    monkeypatch.setattr(torch, "empty", lambda shape, **_: memory.view(-1)[: math.prod(shape)])
+    linear(x, packed)
+    assert (memory.view(-1)[5 * 40 :] == 7).all()
+    embedding(torch.tensor([3, 39]), packed)
+    assert (memory.view(-1)[5 * 40 :] == 7).all()
 
 
 def test_shapes_and_strides() -> None:

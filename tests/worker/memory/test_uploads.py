@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from swell.kernels.linear import pack_quantized
+from swell.kernels.weights.quantized import quantize
+from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.memory import locked_copy, sleep, uploads
 from swell.worker.memory.locked_copy import LockedCopy
 from swell.worker.memory.locked_memory import LockedMemory
@@ -183,3 +186,16 @@ def test_weights_are_freed_after_they_were_copied(
     sleeping.wake()
     assert torch.equal(model.weight, wanted)
     assert late_gpu.num_queued == 4
+
+
+def test_quantized_weights_sleep(late_gpu: LateGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sleep, "_synchronize", torch.cuda.synchronize)
+    layer = PackedWeight()
+    layer.weight = pack_quantized(quantize(torch.randn(40, 64), 4), torch.float32)
+    data = layer.weight.data
+    wanted = data.clone()
+    sleeping = SleepingWeights(nn.Sequential(layer))
+    assert sleeping.nbytes == wanted.nbytes and data.untyped_storage().nbytes() == 0
+    sleeping.wake()
+    assert torch.equal(layer.weight.data, wanted) and layer.weight.data is data
+    assert late_gpu.num_queued == 2

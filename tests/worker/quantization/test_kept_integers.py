@@ -11,19 +11,24 @@ import pytest
 import torch
 
 from swell.cluster.local import LLM
-from swell.configs.schema import ModelConfig, load
+from swell.configs.schema import load
 from swell.kernels.linear import panel
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.worker import loader
 from swell.worker.checkpoint.checkpoint import Index
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import PackedWeight, Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard, materialize
+from swell.worker.memory.uploads import Uploads
+from swell.worker.quantization import loaded_matrices
 from swell.worker.quantization.loaded_matrices import QuantizedMatrices
 from swell.worker.worker import Worker
+from tests.worker.memory.late_gpu import LateGpu, late_gpu
 from tests.worker.quantization import writers
 from tests.worker.quantization.copies import answers, answers_of, copies, is_projection
 
+__all__ = ["late_gpu"]
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(panel("cpu") is None, reason="no compiler: only a slow backend computes"),
@@ -50,6 +55,16 @@ def kept(folder: Path, **settings: Any) -> list[int]:
     layers = [module for module in worker.model.modules() if isinstance(module, PackedWeight)]
     weights = [layer.weight for layer in layers]
     return [each.form.bits for each in weights if isinstance(each, PackedQuantizedTensor)]
+
+
+def weights_of(folder: Path) -> list[torch.Tensor]:
+    """Returns the data of the quantized weights of a loaded model."""
+    worker = Worker(load(str(folder), {"model.dtype": "float32", **KEEP}))
+    worker.load()
+    assert worker.model is not None
+    layers = [module for module in worker.model.modules() if isinstance(module, PackedWeight)]
+    weights = [layer.weight for layer in layers]
+    return [each.data for each in weights if isinstance(each, PackedQuantizedTensor)]
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -137,7 +152,7 @@ def test_matrices_with_other_groups_are_joined() -> None:
         for row, each in zip(range(0, 128, 32), stored, strict=True)
     ]
     matrices = QuantizedMatrices(torch.nn.Sequential(layer), Packing(keeps_integers=True))
-    assert matrices.keep(needed)
+    assert matrices.keep(needed, Uploads(torch.device("cpu")))
     assert layer.weight.form.group == 16
     found = layer.weight.unpack().dequantize(torch.float32)
     expected = torch.cat([each.weight.dequantize(torch.float32) for each in stored])
@@ -237,9 +252,21 @@ def test_the_weights_of_a_worker_are_smaller(tmp_path: Path) -> None:
     assert plain_bytes - kept_bytes == pytest.approx(matrices * (32 - 4.5) / 8, rel=0.01)
 
 
-def test_only_cpus_keep_integers(tmp_path: Path) -> None:
-    config = ModelConfig(path="m", quantize="keep")
-    with pytest.raises(ValueError, match=r"model\.quantize=keep: only CPUs"):
-        Packing.of(config, torch.device("cuda"), torch.float32)
-    with pytest.raises(ValueError, match=r"needs model\.dtype"):
-        Packing.of(config, torch.device("cpu"), torch.float16)
+@pytest.mark.parametrize("name", ["gptq-8", "awq"])
+def test_integers_reach_a_gpu_through_locked_buffers(
+    name: str, late_gpu: LateGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device packs them after their copies."""
+    quantized, _ = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    expected = weights_of(quantized)
+    pack = loaded_matrices.pack_quantized
+
+    def pack_later(*args: Any) -> PackedQuantizedTensor:
+        late_gpu.finish(late_gpu.num_queued)
+        return pack(*args)
+
+    monkeypatch.setattr(loader, "Uploads", lambda _device: Uploads(torch.device("cuda")))
+    monkeypatch.setattr(loaded_matrices, "pack_quantized", pack_later)
+    found = weights_of(quantized)
+    assert late_gpu.num_queued >= 2 * len(found) > 0 and not late_gpu.locked
+    assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 8
