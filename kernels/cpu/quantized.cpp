@@ -123,31 +123,32 @@ constexpr std::array<ExactTile, sizeof...(M)> exact_tiles(std::integer_sequence<
 template <typename T, int Bits, int P>
 constexpr auto kExactTiles = exact_tiles<T, Bits, P>(std::make_integer_sequence<int, kPairRows>());
 
-// Writes `count` inputs of a panel, from `group` on, as tiles read weights of the type T.
-template <int Bits>
-void dequantize_block(const Panels& panels, int64_t group, int64_t count, float* to) {
-  constexpr int64_t N = Block<Bits>::kInputs;
-  const QuantizedForm form = panels.form;
-  for (int64_t k = 0; k < count; k += form.group) {
-    const Block<Bits> block(panels.block(group + k / form.group), form);
-    for (int i = 0; i < 2; i++) {
-      const lanes offset = form.has_mins ? block.min[i] : block.scale[i] * -Block<Bits>::kZero;
-      for (int64_t word = 0; word < form.group / N; word++) {
-        const lanes_u v = load_as<lanes_u>(block.word(word) + i * kLanes * 4);
-        float* row = to + (k + word * N) * kPanel + i * kLanes;
-#pragma GCC unroll 8
-        for (int j = 0; j < N; j++) {
-          const lanes w = dequantized<float, Bits>(v, j, block.scale[i], offset);
-          std::memcpy(row + j * kPanel, &w, sizeof w);
-        }
-      }
-    }
-  }
+// Writes two neighbouring inputs of kLanes outputs as tiles read weights of the type T.
+SWELL_INLINE void store_pair(float* to, lanes even, lanes odd) {
+  std::memcpy(to, &even, sizeof even);
+  std::memcpy(to + kPanel, &odd, sizeof odd);
+}
+SWELL_INLINE void store_pair(bf16* to, lanes even, lanes odd) {
+#ifdef __AVX512BF16__
+  // Products take subnormal numbers for zero, and so does this conversion.
+  const auto halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  alignas(64) static constexpr auto kOrder = [] {
+    std::array<uint16_t, 2 * kLanes> order{};
+    for (int i = 0; i < 2 * kLanes; i++) order[i] = uint16_t(i / 2 + i % 2 * kLanes);
+    return order;
+  }();
+  const __m512i pairs = _mm512_permutexvar_epi16(_mm512_load_si512(kOrder.data()), halves);
+#else
+  even = round_wide<bf16>(even), odd = round_wide<bf16>(odd);
+  const lanes_u pairs = load_as<lanes_u>(&even) >> 16 | load_as<lanes_u>(&odd);
+#endif
+  std::memcpy(to, &pairs, sizeof pairs);
 }
 
-template <int Bits>
-void dequantize_block(const Panels& panels, int64_t group, int64_t count, bf16* to) {
-  constexpr int64_t N = Block<Bits>::kInputs;
+// Writes `count` inputs of a panel, from `group` on, as tiles read weights of the type T.
+template <int Bits, typename T>
+void dequantize_block(const Panels& panels, int64_t group, int64_t count, T* to) {
+  constexpr int64_t N = Block<Bits>::kInputs, kOutput = std::is_same_v<T, bf16> ? 2 : 1;
   const QuantizedForm form = panels.form;
   for (int64_t k = 0; k < count; k += form.group) {
     const Block<Bits> block(panels.block(group + k / form.group), form);
@@ -155,14 +156,11 @@ void dequantize_block(const Panels& panels, int64_t group, int64_t count, bf16* 
       const lanes offset = form.has_mins ? block.min[i] : block.scale[i] * -Block<Bits>::kZero;
       for (int64_t word = 0; word < form.group / N; word++) {
         const lanes_u v = load_as<lanes_u>(block.word(word) + i * kLanes * 4);
-        bf16* row = to + (k + word * N) * kPanel + i * 2 * kLanes;
+        T* row = to + (k + word * N) * kPanel + i * kOutput * kLanes;
 #pragma GCC unroll 4
-        for (int j = 0; j < N; j += 2) {
-          const lanes even = dequantized<bf16, Bits>(v, j, block.scale[i], offset);
-          const lanes odd = dequantized<bf16, Bits>(v, j + 1, block.scale[i], offset);
-          const lanes_u pair = load_as<lanes_u>(&even) >> 16 | load_as<lanes_u>(&odd);
-          std::memcpy(row + j * kPanel, &pair, sizeof pair);
-        }
+        for (int j = 0; j < N; j += 2)
+          store_pair(row + j * kPanel, dequantized<float, Bits>(v, j, block.scale[i], offset),
+                     dequantized<float, Bits>(v, j + 1, block.scale[i], offset));
       }
     }
   }
@@ -200,10 +198,14 @@ class ExactRows {
                       float* sums) const {
     alignas(64) T weights[kBlock * kPanel];
     dequantize_block<Bits>(panels, group, block, weights);
+    // Each tile prefetches a part of the next block, which may be the next panel's.
+    const int64_t tiles = (count_ + kRows - 1) / kRows, bytes = block / a_->form.group * panels.bytes;
+    const auto* next = reinterpret_cast<const T*>(panels.block(group) + bytes);
+    const int64_t step = bytes / (tiles * block * int64_t(sizeof(T)));
     for (int64_t m = 0; m < count_; m += kRows)
       kTiles<T, 1>[std::min<int64_t>(kRows, count_ - m) - 1](
-          many_->from + m * many_->stride + k, many_->stride, weights, 0, block, {weights, 0}, k == 0,
-          sums + m * kPanel);
+          many_->from + m * many_->stride + k, many_->stride, weights, 0, block,
+          {next + m / kRows * step * block, step}, k == 0, sums + m * kPanel);
   }
 
   const QuantizedArgs* a_;
@@ -216,7 +218,15 @@ class ExactRows {
 struct IntegerRows {
   int8_t* integers;  // [rows][size]
   float* scales;     // [rows][groups]
-  int32_t* sums;     // [rows][groups]: of the group's integers
+  int32_t* starts;   // [rows][groups]: the sum of the group's integers times the weights' -zero
+  float* sums;       // [rows][groups]: the sum of the group's integers times its scale
+};
+
+// Memory that is prefetched while a tile reads its panels: for each group, from `from` on, `step` bytes
+// further, and for each word of it `word` bytes further.
+struct Ahead {
+  const uint8_t* from;
+  int64_t step, word;
 };
 
 // acc + the sums of four neighbouring products: bytes of u, unsigned, times those of `quad`, signed.
@@ -247,12 +257,12 @@ SWELL_INLINE lanes_i dot(lanes_i acc, lanes_u u, int quad) {
 // sums [P][kChunk][kPanel] = rows m0 .. m0 + M - 1 times the panels. `Group`: the inputs of a group, or
 // 0 for any number.
 template <int Bits, int Group, int P, int M>
-void integer_tile(const IntegerRows& x, int64_t m0, int64_t size, const Panels& panels, bool reads,
+void integer_tile(const IntegerRows& x, int64_t m0, int64_t size, const Panels& panels, Ahead ahead,
                   float* sums) {
   constexpr int64_t N = Block<Bits>::kInputs;
   QuantizedForm form = panels.form;
   if (Group) form.group = Group;
-  const int64_t groups = size / form.group, ahead = reads ? kBytesAhead<P> : 0;
+  const int64_t groups = size / form.group;
   const int8_t* rows = x.integers + m0 * size;
   lanes sum[P][M][2] = {};
   for (int64_t g = 0; g < groups; g++)
@@ -260,18 +270,18 @@ void integer_tile(const IntegerRows& x, int64_t m0, int64_t size, const Panels& 
     for (int p = 0; p < P; p++) {
       const uint8_t* from = panels.block(g) + p * panels.apart;
       const Block<Bits> block(from, form);
-      __builtin_prefetch(from + ahead, 0, 2);
+      const uint8_t* later = ahead.from + g * ahead.step + p * panels.apart;
+      __builtin_prefetch(later + ahead.step - 1, 0, 2);
       lanes_i acc[M][2];
 #pragma GCC unroll 16
       for (int m = 0; m < M; m++) {
-        const int start = form.has_mins ? 0 : x.sums[(m0 + m) * groups + g] * -(1 << (Bits - 1));
-        acc[m][0] = acc[m][1] = lanes_i{} + start;
+        acc[m][0] = acc[m][1] = lanes_i{} + x.starts[(m0 + m) * groups + g];
       }
 #pragma GCC unroll 8
       for (int64_t word = 0; word < form.group / N; word++) {
         const uint8_t* at = block.word(word);
-        __builtin_prefetch(at + ahead, 0, 2);
-        __builtin_prefetch(at + ahead + kLanes * 4, 0, 2);
+        __builtin_prefetch(later + word * ahead.word, 0, 2);
+        __builtin_prefetch(later + word * ahead.word + ahead.word / 2, 0, 2);
         const lanes_u v[2] = {load_as<lanes_u>(at), load_as<lanes_u>(at + kLanes * 4)};
         const int8_t* row = rows + g * form.group + word * N;
 #pragma GCC unroll 2
@@ -294,7 +304,7 @@ void integer_tile(const IntegerRows& x, int64_t m0, int64_t size, const Panels& 
         for (int i = 0; i < 2; i++) {
           lanes& to = sum[p][m][i];
           to = fused(__builtin_convertvector(acc[m][i], lanes), scale * block.scale[i], to);
-          if (form.has_mins) to = fused(lanes{} + float(x.sums[at]), scale * block.min[i], to);
+          if (form.has_mins) to = fused(lanes{} + x.sums[at], block.min[i], to);
         }
       }
     }
@@ -304,7 +314,7 @@ void integer_tile(const IntegerRows& x, int64_t m0, int64_t size, const Panels& 
         std::memcpy(sums + (p * kChunk + m) * kPanel + i * kLanes, &sum[p][m][i], sizeof(lanes));
 }
 
-using IntegerTile = void (*)(const IntegerRows&, int64_t, int64_t, const Panels&, bool, float*);
+using IntegerTile = void (*)(const IntegerRows&, int64_t, int64_t, const Panels&, Ahead, float*);
 
 template <int Bits, int Group, int P, int... M>
 constexpr std::array<IntegerTile, sizeof...(M)> integer_tiles(std::integer_sequence<int, M...>) {
@@ -322,7 +332,7 @@ class IntegerProducts {
       : a_(a), x_(x), m_(m), count_(count) {}
 
   template <typename Output, size_t P>
-  void operator()(int64_t panel, int64_t apart, bool, std::array<Output, P> outs) const {
+  void operator()(int64_t panel, int64_t apart, bool cold, std::array<Output, P> outs) const {
     alignas(64) float sums[P * kChunk * kPanel];
     const Panels panels(a_->form, a_->w, a_->size, panel, apart);
     const int64_t tiles = (count_ + kDotRows - 1) / kDotRows, some = (count_ + tiles - 1) / tiles;
@@ -330,11 +340,25 @@ class IntegerProducts {
                           : a_->form.group == 16 ? kIntegerTiles<Bits, 16, P>
                                                  : kIntegerTiles<Bits, 0, P>;
     for (int64_t m = 0; m < count_; m += some)
-      of_rows[std::min(some, count_ - m) - 1](x_, m_ + m, a_->size, panels, m == 0, sums + m * kPanel);
+      of_rows[std::min(some, count_ - m) - 1](x_, m_ + m, a_->size, panels,
+                                              ahead<P>(panels, m / some, tiles, cold),
+                                              sums + m * kPanel);
     for (size_t p = 0; p < P; p++) outs[p].take(sums + p * kChunk * kPanel, 0, count_);
   }
 
  private:
+  // The first tile of a cold panel, and a single tile, prefetch the panel that they read, a little
+  // ahead of the reading. The others prefetch a part of the next panel.
+  template <int P>
+  Ahead ahead(const Panels& panels, int64_t tile, int64_t tiles, bool cold) const {
+    const int64_t word = kPanel * 4;
+    if (tiles == 1 || (cold && tile == 0))
+      return {panels.data + kBytesAhead<P>, panels.bytes, word};
+    const int64_t parts = tiles - cold, groups = a_->size / a_->form.group;
+    const int64_t step = panels.bytes / parts, part = tile - cold;
+    return {panels.block(groups) + part * groups * step, step, word / parts};
+  }
+
   const QuantizedArgs* a_;
   IntegerRows x_;
   int64_t m_, count_;
@@ -379,17 +403,25 @@ template <typename T>
 IntegerRows quantize_rows(const QuantizedArgs* a) {
   static thread_local std::vector<int8_t> integers;
   static thread_local std::vector<float> scales;
-  static thread_local std::vector<int32_t> sums;
+  static thread_local std::vector<int32_t> starts;
+  static thread_local std::vector<float> sums;
   const int64_t group = a->form.group, groups = a->size / group;
   integers.resize(a->rows * a->size);
   scales.resize(a->rows * groups);
+  starts.resize(a->rows * groups);
   sums.resize(a->rows * groups);
-  const IntegerRows to{integers.data(), scales.data(), sums.data()};
+  const IntegerRows to{integers.data(), scales.data(), starts.data(), sums.data()};
+  const int32_t zero = a->form.has_mins ? 0 : 1 << (a->form.bits - 1);
   const T* x = static_cast<const T*>(a->x);
   parallel_for_each(a->rows, a->rows * a->size * 4, [=](int64_t m) {
-    for (int64_t g = 0; g < groups; g++)
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t at = m * groups + g;
+      int32_t sum;
       quantize_group(x + m * a->x_stride + g * group, group, to.integers + m * a->size + g * group,
-                     to.scales + m * groups + g, to.sums + m * groups + g);
+                     to.scales + at, &sum);
+      to.starts[at] = sum * -zero;
+      to.sums[at] = float(sum) * to.scales[at];
+    }
   });
   return to;
 }
