@@ -1,19 +1,59 @@
-"""Decode steps and a prompt of the 8B shape."""
+"""Decode steps and a prompt of the 8B shape, and the same with quantized weights."""
 
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
+import torch
+
+from swell.kernels import backends
+from swell.kernels.weights.quantized import QuantizedTensor
 from tests.gpu_report.engines import write_config
-from tests.gpu_report.scale import SHAPES, Figures, Scale
+from tests.gpu_report.scale import SHAPES, Figures, Scale, Shape
 from tests.gpu_report.stages import decode, prefill
 
 
 def run(scale: Scale) -> Figures:
     shape = SHAPES[scale.pick("8B", "tiny")]
     sizes = scale.pick([(1, 192), (64, 192), (64, 2048)], [(1, 8)])
+    figures = _products(scale, shape)
     with tempfile.TemporaryDirectory(prefix="swell-gpu-") as name:
         folder = write_config(Path(name), shape)
-        figures = decode.measure(scale, folder, shape, sizes, scale.pick(32, 2))
-        return figures | prefill.measure(scale, folder, shape, scale.pick([2000], [20]))
+        figures |= decode.measure(scale, folder, shape, sizes, scale.pick(32, 2))
+        figures |= prefill.measure(scale, folder, shape, scale.pick([2000], [20]))
+        int4 = {"model__quantize": "int4"}
+        found = decode.measure(scale, folder, shape, sizes[:2], scale.pick(32, 2), "int4", **int4)
+    # The limit of the whole weights is not that of quantized ones.
+    return figures | {name: value for name, value in found.items() if name.endswith(", ms")}
+
+
+def _products(scale: Scale, shape: Shape) -> Figures:
+    """Measures products with one quantized matrix, which are compared with those of torch in
+    bfloat16. Asserts that a row has the same bits by itself and among others."""
+    figures: Figures = {}
+    linear = backends.get("linear", scale.device)
+    outs, size = shape.intermediate, shape.hidden
+    for bits in (4, 8):
+        integers = torch.randint(2**bits, (outs, size), dtype=torch.uint8, device=scale.device)
+        scales = torch.rand(outs, size // 32, device=scale.device).half() / 2**bits
+        weight = QuantizedTensor(integers, scales, None, bits)
+        packed = linear.pack_quantized(weight, torch.bfloat16)
+        plain, alone = weight.dequantize(torch.bfloat16), None
+        for rows in scale.pick((1, 16, 64, 2048), (1, 3)):
+            generator = torch.Generator(scale.device).manual_seed(0)
+            x = torch.randn(rows, size, generator=generator, device=scale.device).bfloat16()
+            x[0] = x.new_tensor(range(size)) / size
+            found, wanted = linear.linear(x, packed), x.float() @ plain.float().T
+            torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2 * size**0.5 / 4)
+            alone = found[0] if alone is None else alone
+            assert torch.equal(found[0], alone), f"int{bits}: a row of {rows} has other bits"
+            name, calls = f"product of {rows} rows", scale.pick(50, 1)
+            ours = scale.queued_seconds(partial(linear.linear, x, packed), calls)
+            torchs = scale.queued_seconds(partial(torch.nn.functional.linear, x, plain), calls)
+            figures[f"{name}, int{bits}, us"] = round(ours * 1e6, 1)
+            figures[f"{name}, int{bits} over bfloat16"] = round(ours / torchs, 2)
+            limit = scale.times_limit(ours, packed.data.nbytes)
+            figures[f"{name}, int{bits}, times the limit"] = limit
+    return figures
