@@ -113,9 +113,10 @@ class ClusterManager:
             self.upgrader.take_over(previous.upgrade, found)
             self.adapters.take_over(previous.desired.adapters)
             self.upgrader.set_needed(found.versions)
+            self._fleet.inherit(previous.drains)
             await self.save()
             await self._coordinator.take_over(self._manager_state)
-            newcomers = await self.upgrader.adopt(self.target, previous.drains)
+            newcomers = await self.upgrader.adopt(self.target)
             # The earlier manager may have been lost before it recorded that they had joined.
             self._state = control_state.on_joined(self._state, self._fleet.view().serving)
             if not previous.desired.target:

@@ -13,7 +13,6 @@ from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import upgrade, upgrade_plan
 from swell.cluster.control.plan.backoff import MissingEngine
-from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.control_state import Change, ControlState, ScaleRefused
 from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
 from swell.cluster.control.plan.upgrade_plan import UpgradePlan
@@ -72,12 +71,12 @@ class Upgrader:
         if self.record.stage is not record.stage:
             self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
-    async def adopt(self, target: int, drains: Sequence[DrainRecord]) -> list[EngineHandle]:
+    async def adopt(self, target: int) -> list[EngineHandle]:
         """Like `Fleet.adopt`. Returns the engines that still have to load or join. One that was
         starting as an extra engine under an earlier manager is marked as extra again."""
         versions, wanted = self.record.versions, self.wanted
         related = {each.name for each in versions if each.weights_lineage == wanted.weights_lineage}
-        adopted = await self._fleet.adopt(versions, drains, related - {wanted.name})
+        adopted = await self._fleet.adopt(versions, related - {wanted.name})
         self.set_needed(adopted.needed)
         is_settled = self.record.stage in (UpgradeStage.SETTLED, UpgradeStage.FAILED)
         extras = self._needed if is_settled else {self.record.wanted, *self._needed}

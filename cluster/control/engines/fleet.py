@@ -63,6 +63,8 @@ class Fleet:
         self._drain = Drain(
             config.load_report_s, coordinator, runtime, self.engines, self._detach, on_change
         )
+        self._inherited: tuple[DrainRecord, ...] = ()
+        """Drain records of an earlier manager, until its engines are adopted."""
         self._drain_steps: set[DrainStep] = set()
         """The steps of the drain that run now."""
         self._vacating: frozenset[int] = frozenset()
@@ -93,18 +95,18 @@ class Fleet:
 
     # ---------------------------------------------------------------- starting
 
-    async def adopt(
-        self,
-        versions: Sequence[Version],
-        drains: Sequence[DrainRecord],
-        outdated: Collection[str],
-    ) -> Adopted:
+    def inherit(self, drains: tuple[DrainRecord, ...]) -> None:
+        """Keep the drain records of an earlier manager for `adopt`, and in `drains` until then."""
+        self._inherited = drains
+
+    async def adopt(self, versions: Sequence[Version], outdated: Collection[str]) -> Adopted:
         """Take over the engines of these versions that an earlier manager left, and its drains. The
         engines that still have to load or join are in `starting`, for `grow`. A leaving engine of
         an `outdated` version without a drain record stays: it was reloading. One that was to stop
         and is out of the roster has left, and is ended."""
         adopted = await self._placement.adopt(versions)
-        records = {record.name: record for record in drains}
+        records = {record.name: record for record in self._inherited}
+        self._inherited = ()
         by_name = {version.name: version for version in versions}
         for handle in adopted.serving:
             self._add_engine(handle)
@@ -300,7 +302,8 @@ class Fleet:
         """Drain records, with which a successor of the manager continues. A drain ends when its
         engine has terminated: until then a coordinator that restarts lists the engine as active."""
         ending = [handle for handle in self.ending.values() if handle.leaving]
-        return tuple(each.drain for each in (*self._drain.leaving, *ending) if each.drain)
+        own = tuple(each.drain for each in (*self._drain.leaving, *ending) if each.drain)
+        return self._inherited + own
 
     def move(self, rank: int) -> None:
         """Mark an engine whose host will go away: a replacement is started."""

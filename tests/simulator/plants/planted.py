@@ -410,10 +410,7 @@ BUGS = {
         Drain, "resume", _resumed_without_name, campaigns=True
     ),
     "manager: its successor does not know the drains": Bug(
-        Fleet,
-        "adopt",
-        lambda right, self, versions, drains, outdated: right(self, versions, (), outdated),
-        campaigns=True,
+        Fleet, "inherit", _nothing, campaigns=True
     ),
 }
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.ray.actor_errors import ActorUnavailable
 from swell.coordinator import roster
+from swell.coordinator.manager_state import ManagerState
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 _GROUP_S = 10.0
@@ -61,3 +65,30 @@ def test_a_drained_engine_leaves_although_its_manager_was_lost_while_it_terminat
         assert harness.active == [1] and list(placement.alive) == [1]
 
     run(scenario, data=2)
+
+
+def test_a_drain_outlives_a_manager_that_is_lost_while_it_takes_over() -> None:
+    """The coordinator was lost, too, and lists the engine as active. The manager in between has
+    stored its state, and has not adopted the engines yet."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        async def unavailable(state: ManagerState) -> None:
+            raise ActorUnavailable("the connection broke")
+
+        await harness.start()
+        harness.coordinator.reports[0] = busy(0)
+        harness.manager.drain(0)
+        await harness.manager.save()
+        await harness.lose_manager()
+        harness.coordinator.restart(0, 1)
+        harness.coordinator.reports[0] = busy(0)
+        take_over = harness.coordinator.take_over
+        harness.coordinator.take_over = unavailable  # type: ignore[method-assign]
+        with pytest.raises(ActorUnavailable):
+            await harness.manager.start()
+        await harness.lose_manager()
+        harness.coordinator.take_over = take_over  # type: ignore[method-assign]
+        await harness.start()
+        assert harness.coordinator.roster.ranks == [1]
+
+    run(scenario, data=2, drain_timeout_s=5)
