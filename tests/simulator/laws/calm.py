@@ -85,8 +85,10 @@ class Calm:
 
     @property
     def packets_are_late(self) -> bool:
-        """Whether packets between any two processes may be late."""
+        """Whether packets between any two processes may be late. A connection that delivers nothing
+        for a while delivers everything afterwards, even if the sender has terminated."""
         until = [*self._cut_until.values(), *self._late_until.values()]
+        until += self._faults.severed_until.values()
         return max(until, default=0.0) > self._kernel.now
 
     def were_reset(self, one: Process, other: Process) -> bool:

@@ -112,7 +112,8 @@ class Run:
             over = max(over, min(self.plane.operator.changed_at, over + CHANGES_S))
             if kernel.now <= over:
                 continue
-            if not self._is_at_rest():
+            is_disturbed = rest_since is not None and over >= rest_since
+            if is_disturbed or not self._is_at_rest():
                 rest_since = None
             elif rest_since is None:
                 rest_since = kernel.now

@@ -29,6 +29,11 @@ _FOLLOW_S = 3.5 * HEARTBEAT_S
 or two."""
 _FORMED_S = 6.0
 """The time within which a group must form: each lost message is noticed a heartbeat later."""
+_DEAD_S = 1.0
+"""The time within which an engine that a manager has ended is out of the roster. It is shorter than
+the period in which the manager compares the roster, because nobody may send requests to it."""
+_AGAIN_S = 3.0
+"""The time within which a call that has failed is repeated."""
 _WANTED_S = 3.0
 """Engines that were wanted up to this long ago may still join."""
 
@@ -80,6 +85,7 @@ class MembershipWatch:
             if calm.manager_acts:
                 self._look_at_unknown(members)
                 self._look_at_ending(members)
+                self._look_at_dead(members, engines)
                 self._look_at_intents(members)
                 self._look_at_troubles(members)
                 self._look_at_joined(coordinator, members)
@@ -168,6 +174,18 @@ class MembershipWatch:
             is_listed = member.rank in ranks and not fleet.view().is_committing
             if self._is_over(("ending", incarnation), _FOLLOW_S, holds=is_listed):
                 self._break(f"engine {member.rank} is in the roster, and the manager ends it")
+
+    def _look_at_dead(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
+        """Checks that an engine that a manager has ended leaves the roster as soon as it is dead. A
+        manager that has just taken over compares the roster first."""
+        has_failed = self._kernel.now - self._watch.faults_begun_at < _AGAIN_S
+        for incarnation in members:
+            process = engines[incarnation].process if incarnation in engines else None
+            is_dead = process is not None and not process.alive and process in self._ended
+            is_dead = is_dead and not has_failed
+            key = "dead", self._plane.manager, incarnation
+            if self._is_over(key, _DEAD_S, holds=is_dead):
+                self._break(f"engine {members[incarnation].rank} was ended, and is in the roster")
 
     def _look_at_group(self, coordinator: SimCoordinator, engines: dict[int, SimEngine]) -> None:
         """Checks that engines that share experts form their group in time. All engines of the old

@@ -140,6 +140,11 @@ class Watch:
         return self._faults.fastest_clock
 
     @property
+    def faults_begun_at(self) -> float:
+        """When the latest fault began."""
+        return self._faults.begun_at
+
+    @property
     def faults_end_at(self) -> float:
         """When the last fault so far has ended, or will end."""
         return self._faults.last_at
