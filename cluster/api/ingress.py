@@ -25,6 +25,7 @@ from swell.cluster.api.chat.serving import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.completions.serving import CompletionResponseWriter
+from swell.cluster.api.live.event_routes import EventRoutes
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
@@ -83,6 +84,7 @@ class Ingress:
         self._responses = ResponseRoutes(services)
         self._sessions = SessionRoutes(services)
         self._server = ServerRoutes(services)
+        self._events = EventRoutes(services)
         self.app = Starlette(
             routes=[
                 route("/v1/completions", self._completions, "POST"),
@@ -95,6 +97,7 @@ class Ingress:
                 *TokenizeRoutes(services).routes(),
                 *self._server.routes(),
                 *AdminRoutes(services).routes(),
+                *self._events.routes(),
                 *AdapterRoutes(services).routes(),
                 *PageRoutes().routes(),
             ],
@@ -128,6 +131,7 @@ class Ingress:
     def begin_drain(self) -> None:
         """From now on `/ready` returns 503, so that load balancers send new requests elsewhere."""
         self._server.begin_drain()
+        self._events.end_streams()
 
     def end_requests(self, drained_s: float) -> None:
         """Terminates the requests that have not finished within the drain timeout."""

@@ -218,16 +218,21 @@ class PrometheusStats(StatsSink, Collector):
         """Returns the counters of this ingress."""
         return {metric.name: metric.numbers for metric in self._metrics}
 
+    def totals(self) -> Counts:
+        """Returns the sums over all ingresses; empty until those of the others are known."""
+        if self._other_counts is None:
+            return {}
+        own = {name: [*numbers] for name, numbers in self.counts().items()}
+        return add(own, self._other_counts)
+
     def set_other_counts(self, counts: Counts) -> None:
         """Sets the sum over all other ingresses. A restarted coordinator has forgotten ingresses
         that are gone: each sum stays at its highest value until the others have counted as much."""
         self._other_counts = highest(self._other_counts or {}, counts)
 
     def collect(self) -> Iterator[Metric]:
-        if self._other_counts is None:
-            return
-        total = add(self.counts(), self._other_counts)
-        for metric in self._metrics:
+        total = self.totals()
+        for metric in self._metrics if total else ():
             yield metric.to_family(total[metric.name])
 
     def render(self) -> bytes:

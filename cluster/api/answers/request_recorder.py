@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 
+from swell.cluster.api.admin.live_protocol import RecentRequest
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.answers.response_writer import AnswerWriter
 from swell.cluster.api.bodies.timings import timings_of
@@ -54,6 +55,11 @@ class RequestRecorder:
         if record.journeys:
             self._traces.export(record, processed, headers)
 
+    def recent(self, limit: int) -> list[RecentRequest]:
+        """Returns the newest requests of this ingress, newest first."""
+        now_s = time.monotonic()
+        return [_recent(record, now_s) for record in self._history.newest(limit, now_s)]
+
     def find(self, id: str) -> list[RequestStory]:
         """Returns the requests of this ingress that clients know by this id, oldest first."""
         return [
@@ -68,3 +74,22 @@ class RequestRecorder:
             )
             for record in self._history.find(id, time.monotonic())
         ]
+
+
+def _recent(record: RequestRecord, now_s: float) -> RecentRequest:
+    ended_s = now_s if record.ended_s is None else record.ended_s
+    placements = {
+        (event.attempt, event.rank): event.rank
+        for journey in record.journeys
+        for event in journey.events
+        if event.rank is not None
+    }
+    return RecentRequest(
+        id=record.id,
+        operation=record.operation,
+        model=record.model,
+        received_at=record.received_at,
+        duration_s=round(ended_s - record.received_s, 4),
+        running=record.ended_s is None,
+        ranks=list(dict.fromkeys(placements.values())),
+    )

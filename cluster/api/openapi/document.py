@@ -147,12 +147,15 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
 
 def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     answer: dict[str, Any] = {"description": operation.summary}
-    if isinstance(operation.answer, str):
+    if operation.answer == _EVENTS:
+        answer["content"] = {_EVENTS: {"schema": _event_schema(operation, schema_of)}}
+    elif isinstance(operation.answer, str):
         shape = "object" if operation.answer == JSON else "string"
         answer["content"] = {operation.answer: {"schema": {"type": shape}}}
     else:
         answer["content"] = {JSON: {"schema": schema_of[operation.answer]}}
-    if operation.chunk is not None:
+    may_stream = operation.chunk is not None and operation.answer != _EVENTS
+    if may_stream:
         events = _event_schema(operation, schema_of)
         answer["content"][_EVENTS] = {"schema": events}
         answer["headers"] = _ENGINES
@@ -172,7 +175,8 @@ def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dic
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in re.findall(r"{(\w+)}", operation.path)
     ]
-    if operation.chunk is not None:
+    parameters += operation.query
+    if may_stream:
         parameters += [_TIMEOUT, *_RESUMPTION]
     if operation.may_wait:
         parameters.append(_EARLY_HEAD)

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 from swell.cluster.api import tokenize
 from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
+from swell.cluster.api.admin.live_protocol import LiveEvent
 from swell.cluster.api.bodies.protocol_base import ErrorBody
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
+from swell.cluster.api.live.event_routes import MAX_STREAM_S
 from swell.cluster.api.messages import protocol as anthropic
 from swell.cluster.api.messages.message import Message, MessagesError, StreamEvent, TokenCount
 from swell.cluster.api.pooling import protocol as pooling
@@ -24,6 +26,13 @@ from swell.cluster.text.schema.request_body import RequestBody
 JSON = "application/json"
 _KEY_ERRORS = (400, 401, 403)
 _BODY_ERRORS = (*_KEY_ERRORS, 408, 413, 415)
+_STREAM_SECONDS = {
+    "name": "seconds",
+    "in": "query",
+    "required": False,
+    "description": "How long the stream lasts. 0: it ends after one event.",
+    "schema": {"type": "integer", "minimum": 0, "maximum": MAX_STREAM_S, "default": 0},
+}
 _ANSWER_ERRORS = (*_BODY_ERRORS, 404, 409, 422, 429, 500)
 
 
@@ -49,6 +58,8 @@ class Operation(NamedTuple):
     named_events: bool = False
     """Whether the stream has `event:` lines with the type of each event; such streams do not send
     `[DONE]`."""
+    query: tuple[dict[str, Any], ...] = ()
+    """The parameters of the query."""
     may_wait: bool = False
     """Whether the request waits for an engine, so that an early head may be sent."""
 
@@ -239,6 +250,17 @@ OPERATIONS = (
         "or its `x-request-id`, no matter which ingress served it.",
         admin.RequestStories,
         errors=(*_KEY_ERRORS, 404, 503),
+    ),
+    _show(
+        "/admin/events",
+        "Get the state of the cluster as an event `state`; with `seconds=N`, one each second.",
+        "text/event-stream",
+        chunk=LiveEvent,
+        errors=(*_KEY_ERRORS, 503),
+        events="Events `event: state` and `data: JSON`. The first has everything that is kept, the "
+        "others what is new.",
+        named_events=True,
+        query=(_STREAM_SECONDS,),
     ),
     _change("/admin/scale", "Change the number of engines.", body=changes.ScaleRequest),
     _change(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -62,6 +64,12 @@ class RequestHistory:
         self._expire(now_s)
         return self._by_id.get(id, [])[-MAX_FOUND:]
 
+    def newest(self, limit: int, now_s: float) -> list[RequestRecord]:
+        """Returns the newest requests, newest first: those that run, and those that finished."""
+        self._expire(now_s)
+        records = itertools.islice(_unique(reversed(self._by_id.values())), limit)
+        return sorted(records, key=lambda record: -record.received_s)
+
     def _expire(self, now_s: float) -> None:
         ended = self._ended
         while ended and (self._num_ended > self._limit or self._is_old(ended[0], now_s)):
@@ -80,3 +88,13 @@ class RequestHistory:
 def _num_answers(record: RequestRecord) -> int:
     """Counts a request that failed before it had any engine request as one answer."""
     return max(1, len(record.journeys))
+
+
+def _unique(groups: Iterable[list[RequestRecord]]) -> Iterator[RequestRecord]:
+    """Yields each record once, although it is known by two ids."""
+    seen: set[int] = set()
+    for records in groups:
+        for record in reversed(records):
+            if id(record) not in seen:
+                seen.add(id(record))
+                yield record

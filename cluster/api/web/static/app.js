@@ -3,10 +3,11 @@
 import { byId, setText } from "./lib/dom.js";
 import { relative } from "./lib/http.js";
 import { plural } from "./lib/format.js";
+import { openCluster } from "./cluster/view.js";
 import { openPlayground } from "./playground/playground.js";
 
-const VIEWS = { playground: openPlayground };
-const HEALTH_PAUSE_MS = 10_000;
+const VIEWS = { playground: openPlayground, cluster: openCluster };
+const HEALTH_PAUSE_MS = 5_000;
 const opened = {};
 
 function show() {

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.bodies.protocol_base import ErrorBody
+from swell.cluster.api.live.event_routes import EventRoutes
 from swell.cluster.api.openapi.operations import OPERATIONS, Operation
 from swell.cluster.text.schema.request_body import RequestBody
 from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster
@@ -81,7 +82,8 @@ def admin_routes(routes: Any) -> list[AdminRoute]:
     return found
 
 
-ROUTES = admin_routes(AdminRoutes(SimpleNamespace()).routes())  # type: ignore[arg-type]
+_SERVICES: Any = SimpleNamespace(access=None)
+ROUTES = admin_routes([*AdminRoutes(_SERVICES).routes(), *EventRoutes(_SERVICES).routes()])
 POSTS = [route for route in ROUTES if route.method == "POST"]
 GETS = [route for route in ROUTES if route.method == "GET"]
 

@@ -57,6 +57,7 @@ STREAMED = {
     ("post", "/v1/chat/completions"),
     ("post", "/v1/responses"),
     ("post", "/v1/messages"),
+    ("get", "/admin/events"),
 }
 
 

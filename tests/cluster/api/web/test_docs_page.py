@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from swell.cluster.api.openapi.document import openapi_document
-from tests.cluster.api.web.axe import needs_axe, violations
-from tests.cluster.api.web.browser import Browser, needs_browser
 from tests.conformance.in_process_server import InProcessServer
+from tests.support.axe import needs_axe, violations
+from tests.support.browser import Browser, needs_browser
 
 pytestmark = [pytest.mark.slow, needs_browser]
 

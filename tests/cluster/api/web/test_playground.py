@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.api.web.axe import needs_axe, violations
-from tests.cluster.api.web.browser import Browser, needs_browser
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
+from tests.support.axe import needs_axe, violations
+from tests.support.browser import Browser, needs_browser
 
 pytestmark = [pytest.mark.slow, needs_browser]
 

@@ -55,7 +55,9 @@ export class AnswerView {
   finish() {
     this.#draw();
     this.element.setAttribute("aria-busy", "false");
-    setText(this.meta, metaText(this.#answer));
+    const { id } = this.#answer;
+    const link = id ? [" · ", el("a", { href: timelineAddress(id) }, "timeline")] : [];
+    this.meta.replaceChildren(metaText(this.#answer), ...link);
     this.#drawCalls(true);
     if (this.#answer.tokens.length) this.#drawTokens();
   }
@@ -108,6 +110,10 @@ export class AnswerView {
   }
 }
 
+function timelineAddress(id) {
+  return `#cluster/requests/${encodeURIComponent(id)}`;
+}
+
 function metaText(answer) {
   const speed = tokensPerSecond(answer);
   const parts = [
@@ -116,7 +122,6 @@ function metaText(answer) {
     answer.firstMs !== null && `first after ${seconds(answer.firstMs / 1000)}`,
     speed !== null && `${count(speed)} tokens/s`,
     answer.engines && `engine ${answer.engines.replaceAll(",", " → ")}`,
-    answer.id,
   ];
   return parts.filter(Boolean).join(" · ");
 }

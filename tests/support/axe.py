@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cluster.api.web.browser import Browser
 from tests.e2e.cluster import ROOT
+from tests.support.browser import Browser
 
 AXE = ROOT / "build" / "axe-core" / "axe.min.js"
 needs_axe = pytest.mark.skipif(

@@ -1,0 +1,191 @@
+"""Observes the cluster while somebody reads, and sends what it finds to all readers.
+
+One task observes for all of them, and it exists only while a stream is open. The time between two
+observations is at least `1 / MAX_SHARE` times the work for one, so that an open page never costs an
+ingress more than this share of a core.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncGenerator
+
+import msgspec
+
+from swell.cluster.api.admin.live_protocol import (
+    LiveEngine,
+    LiveEvent,
+    LiveRates,
+    LogEntry,
+)
+from swell.cluster.api.admin.protocol import ClusterState
+from swell.cluster.api.answers.sse import PING
+from swell.cluster.api.live.log import Observation, happened
+from swell.cluster.api.live.rates import rates_between
+from swell.cluster.api.services import Services
+from swell.coordinator.wire import ClusterView, Counts, EngineReport
+
+INTERVAL_S = 1.0
+MAX_SHARE = 0.01
+MAX_READERS = 16
+MAX_SAMPLES = 3600
+MAX_LOG = 300
+_MAX_REQUESTS = 20
+_MANAGER_TIMEOUT_S = 2.0
+_MOVED = "swell_resubmitted_requests"
+
+
+class LiveFeed:
+    """The observations of one ingress."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._rates: deque[LiveRates] = deque(maxlen=MAX_SAMPLES)
+        self._log: deque[LogEntry] = deque(maxlen=MAX_LOG)
+        self._event: LiveEvent | None = None
+        """The newest event, with what is new since the one before."""
+        self._encoded = b""
+        self._number = 0
+        """Counts the events."""
+        self._last: tuple[float, Counts, Observation] | None = None
+        """Time and result of the observation before."""
+        self._cluster: ClusterState | None = None
+        self._readers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._has_ended = False
+
+    @property
+    def is_full(self) -> bool:
+        return self._readers >= MAX_READERS
+
+    def open(self) -> None:
+        """Counts a reader, who calls `close` at the end."""
+        self._readers += 1
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._observe())
+
+    def close(self) -> None:
+        self._readers -= 1
+        if not self._readers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def end(self) -> None:
+        """Ends all streams, because the ingress is shutting down."""
+        self._has_ended = True
+        self._wake_readers()
+
+    async def events(self, limit_s: float) -> AsyncGenerator[bytes]:
+        """Yields an event for each observation, at least one, for `limit_s`. The caller has opened
+        the feed."""
+        end_s = time.monotonic() + limit_s
+        yield await self._next(self._number, whole=True)
+        seen = self._number
+        while not self._has_ended and time.monotonic() < end_s:
+            event = await self._next(seen, whole=False)
+            seen = self._number
+            yield event
+
+    async def _next(self, seen: int, *, whole: bool) -> bytes:
+        """Returns an event after number `seen`. A reader that is too slow for each event gets the
+        whole state again."""
+        while self._number == seen and not self._has_ended:
+            await self._changed.wait()
+        return self._whole() if whole or self._number != seen + 1 else self._encoded
+
+    def _wake_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _whole(self) -> bytes:
+        """Returns the newest event with everything that is kept; a comment if there is none."""
+        if self._event is None:
+            return PING
+        rates, log = list(self._rates), list(self._log)
+        return _encode(msgspec.structs.replace(self._event, rates=rates, log=log))
+
+    async def _observe(self) -> None:
+        while True:
+            error = await self._ask_manager()
+            began_s = time.perf_counter()
+            self._add(error)
+            work_s = time.perf_counter() - began_s
+            self._wake_readers()
+            await asyncio.sleep(max(INTERVAL_S, work_s / MAX_SHARE))
+
+    async def _ask_manager(self) -> str | None:
+        """Reads the state from the manager. Returns the error, if it does not answer."""
+        try:
+            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+                answer = await self._services.manager.describe.remote()
+            self._cluster = msgspec.convert(msgspec.to_builtins(answer), ClusterState)
+        except TimeoutError:
+            return f"no answer within {_MANAGER_TIMEOUT_S:g} s"
+        except Exception as error:  # any error of the call
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _add(self, manager_error: str | None) -> None:
+        """Makes the next event."""
+        services, now_s, at = self._services, time.monotonic(), time.time()
+        view, counts = services.llm.view, services.metrics.totals()
+        ready = services.llm.check_ready()
+        observed = Observation(
+            roster=view.roster,
+            cluster=self._cluster,
+            manager_error=manager_error,
+            coordinator_silent=ready.coordinator_silent,
+            moved_requests=int(sum(counts.get(_MOVED, []))),
+        )
+        rates: list[LiveRates] = []
+        log: list[LogEntry] = []
+        if self._last is not None:
+            then_s, before, earlier = self._last
+            rates = [rates_between(before, counts, at, now_s - then_s, view.reports.engines)]
+            log = [LogEntry(at=at, kind=k, text=text) for k, text in happened(earlier, observed)]
+        self._last = now_s, counts, observed
+        self._rates += rates
+        self._log += log
+        self._event = LiveEvent(
+            at=at,
+            ingress=services.llm.client_index,
+            cluster=self._cluster,
+            manager_error=manager_error,
+            coordinator_silent=ready.coordinator_silent,
+            not_ready=ready.reason or None,
+            engines=_engines(view),
+            rates=rates,
+            log=log,
+            requests=services.recorder.recent(_MAX_REQUESTS),
+        )
+        self._encoded = _encode(self._event)
+        self._number += 1
+
+
+def _encode(event: LiveEvent) -> bytes:
+    return b"event: state\ndata: " + msgspec.json.encode(event) + b"\n\n"
+
+
+def _engines(view: ClusterView) -> list[LiveEngine]:
+    reports = {report.rank: report for report in view.reports.engines}
+    return [
+        LiveEngine(
+            rank=member.rank,
+            state=str(member.state),
+            running=report.running,
+            waiting=report.waiting,
+            kv_usage=round(report.kv_usage, 4),
+            steps=report.steps,
+            prefix_queries=report.prefix_queries,
+            prefix_hits=report.prefix_hits,
+            preemptions=report.preemptions,
+            epoch=report.epoch,
+            wave=report.wave,
+            version=member.version,
+        )
+        for member in view.roster.members
+        for report in (reports.get(member.rank, EngineReport(member.rank)),)
+    ]

@@ -1,0 +1,103 @@
+"""Names what happened between two observations of a cluster. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from swell.cluster.api.admin.protocol import ClusterState
+from swell.coordinator.roster import MemberState, Roster
+
+Found = Iterator[tuple[str, str]]
+"""(kind, text) of each entry of the log."""
+
+
+class Observation(msgspec.Struct, frozen=True):
+    """The cluster at one moment."""
+
+    roster: Roster
+    cluster: ClusterState | None
+    manager_error: str | None
+    coordinator_silent: bool
+    moved_requests: int
+    """Number of requests that moved to another engine, since the start."""
+
+
+def happened(before: Observation, after: Observation) -> Found:
+    yield from _members(before.roster, after.roster)
+    moved = after.moved_requests - before.moved_requests
+    if moved > 0:
+        yield "moved", f"{moved} request{'s' if moved > 1 else ''} moved to another engine"
+    yield from _contacts(before, after)
+    if before.cluster is not None and after.cluster is not None:
+        yield from _changes(before.cluster, after.cluster)
+
+
+def _members(before: Roster, after: Roster) -> Found:
+    was = {member.incarnation: member for member in before.members}
+    now = {member.incarnation: member for member in after.members}
+    for incarnation, member in was.items():
+        if incarnation not in now:
+            left = incarnation in after.left
+            yield (
+                ("left", f"engine {member.rank} left")
+                if left
+                else (
+                    "died",
+                    f"engine {member.rank} was lost",
+                )
+            )
+    for incarnation, member in now.items():
+        known = was.get(incarnation)
+        if known is None:
+            version = f" with version {member.version}" if member.version else ""
+            yield "joined", f"engine {member.rank} joined{version}"
+        elif known.state is not member.state:
+            yield "changed", f"engine {member.rank} {_STATES[member.state]}"
+
+
+_STATES = {
+    MemberState.ACTIVE: "accepts requests again",
+    MemberState.LEAVING: "finishes its requests and leaves",
+    MemberState.REPAIRING: "replaces a worker",
+}
+
+
+def _contacts(before: Observation, after: Observation) -> Found:
+    if before.coordinator_silent != after.coordinator_silent:
+        silent = after.coordinator_silent
+        yield (
+            ("lost", "the coordinator is silent; serving goes on")
+            if silent
+            else (
+                "found",
+                "the coordinator answers again",
+            )
+        )
+    if bool(before.manager_error) != bool(after.manager_error):
+        lost = bool(after.manager_error)
+        yield (
+            ("lost", "the manager does not answer; serving goes on")
+            if lost
+            else (
+                "found",
+                "the manager answers again",
+            )
+        )
+
+
+def _changes(before: ClusterState, after: ClusterState) -> Found:
+    if before.target != after.target:
+        yield "changed", f"the target is {after.target} engines, before {before.target}"
+    if before.state != after.state:
+        yield "changed", f"the cluster is {after.state}, before {before.state}"
+    if after.rescale.error and before.rescale.error != after.rescale.error:
+        yield "lost", f"a change failed: {after.rescale.error}"
+    if before.upgrade.phase != after.upgrade.phase:
+        yield "upgraded", f"upgrade to version {after.upgrade.version}: {after.upgrade.phase}"
+    if before.coordinator.pid != after.coordinator.pid and after.coordinator.pid:
+        yield "found", f"another coordinator runs, as process {after.coordinator.pid}"
+    asleep = [max((e.sleep_level for e in one.engines), default=0) for one in (before, after)]
+    if asleep[0] != asleep[1]:
+        yield "changed", "the engines sleep" if asleep[1] else "the engines are awake"

@@ -1,0 +1,78 @@
+// What the page has seen of the cluster. Without elements of the page.
+
+const MAX_SAMPLES = 3600;
+const MAX_LOG = 300;
+
+export function newHistory() {
+  return { event: null, rates: [], log: [], steps: new Map() };
+}
+
+// Adds an event. An event may repeat samples and entries that are known already.
+export function addToHistory(history, event) {
+  const { rates, log } = history;
+  const lastRate = rates.at(-1)?.at ?? 0;
+  const lastLog = log.at(-1)?.at ?? 0;
+  rates.push(...event.rates.filter((one) => one.at > lastRate));
+  log.push(...event.log.filter((one) => one.at > lastLog));
+  rates.splice(0, rates.length - MAX_SAMPLES);
+  log.splice(0, log.length - MAX_LOG);
+  history.steps = stepRates(history.event, event);
+  history.event = event;
+}
+
+// Steps per second of each engine, by rank.
+function stepRates(before, after) {
+  const found = new Map();
+  const elapsed = before ? after.at - before.at : 0;
+  for (const engine of after.engines) {
+    const known = before?.engines.find(({ rank }) => rank === engine.rank);
+    if (known && elapsed > 0 && engine.steps >= known.steps) {
+      found.set(engine.rank, (engine.steps - known.steps) / elapsed);
+    }
+  }
+  return found;
+}
+
+// Joins what the ingress sees of an engine with what the manager knows of it.
+export function engineRows({ engines, cluster }) {
+  const live = new Map(engines.map((engine) => [engine.rank, engine]));
+  const known = new Map((cluster?.engines ?? []).map((engine) => [engine.rank, engine]));
+  const ranks = [...new Set([...live.keys(), ...known.keys()])].sort((a, b) => a - b);
+  return ranks.map((rank) => {
+    const seen = live.get(rank);
+    const managed = known.get(rank);
+    return {
+      rank,
+      state: stateOf(seen, managed),
+      node: managed?.node ?? null,
+      workers: managed?.workers ?? [],
+      pid: managed?.pid ?? null,
+      version: seen?.version || managed?.version || "",
+      running: seen?.running ?? 0,
+      waiting: seen?.waiting ?? 0,
+      kvUsage: seen?.kv_usage ?? 0,
+      hitRate: seen?.prefix_queries ? seen.prefix_hits / seen.prefix_queries : null,
+      epoch: seen?.epoch ?? null,
+      wave: seen?.wave ?? null,
+    };
+  });
+}
+
+function stateOf(seen, managed) {
+  if (managed?.sleep_level) return "asleep";
+  return seen?.state ?? managed?.state ?? "lost";
+}
+
+// What is wrong, for people: [] if nothing is.
+export function problems(event) {
+  const { cluster } = event;
+  return [
+    event.not_ready,
+    event.manager_error && `The manager does not answer (${event.manager_error}). Serving goes on.`,
+    event.coordinator_silent && "The coordinator is silent. Serving goes on.",
+    cluster?.coordinator.error && `Coordinator: ${cluster.coordinator.error}`,
+    cluster?.rescale.error && `Change of engines: ${cluster.rescale.error}`,
+    cluster?.upgrade.error && `Upgrade: ${cluster.upgrade.error}`,
+    cluster?.pending && `Engines ${cluster.pending.ranks.join(", ")}: ${cluster.pending.reason}`,
+  ].filter(Boolean);
+}

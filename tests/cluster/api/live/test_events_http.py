@@ -1,0 +1,187 @@
+"""`GET /admin/events` streams the state of the cluster, and observes it only while somebody
+reads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swell.cluster.api.live import feed as live_feed
+from swell.cluster.api.live.log import Observation, happened
+from swell.coordinator import roster as rosters
+from swell.coordinator.roster import Member, Roster
+from swell.coordinator.transport.channel import ChannelAddress
+from tests.cluster.fake_cluster import FakeCluster, body, until
+from tests.cluster.text import tokenizers_for_tests
+
+pytestmark = pytest.mark.slow
+
+Scene = Callable[[FakeCluster], Awaitable[None]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_feed, "INTERVAL_S", 0.01)
+
+
+def play(folder: Path, scene: Scene, **settings: object) -> None:
+    async def run() -> None:
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            await scene(cluster)
+
+    asyncio.run(run())
+
+
+async def events(cluster: FakeCluster, seconds: int = 60) -> AsyncIterator[dict[str, Any]]:
+    path = f"/admin/events?seconds={seconds}"
+    async with cluster.client.stream("GET", path) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: "):
+                yield json.loads(line.removeprefix("data: "))
+
+
+def feed_of(cluster: FakeCluster) -> live_feed.LiveFeed:
+    return cluster.ingress._events._feed
+
+
+def test_without_seconds_there_is_one_event(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(3)
+        answer = await cluster.client.get("/admin/events")
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        (event,) = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+        found = json.loads(event.removeprefix("data: "))
+        assert [engine["rank"] for engine in found["engines"]] == [3]
+        assert found["cluster"] is None and "ChangeResult" not in str(found["manager_error"])
+        await until(lambda: feed_of(cluster)._task is None)
+
+    play(folder, scene)
+
+
+def test_an_engine_that_dies_and_its_requests_are_in_the_log(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        first = await cluster.join(0, steps=2)
+        await cluster.join(1)
+        stream = events(cluster)
+        await anext(stream)
+        await cluster.kill(first)
+        entries: list[tuple[str, str]] = []
+        async for event in stream:
+            entries += [(entry["kind"], entry["text"]) for entry in event["log"]]
+            if entries:
+                break
+        assert entries[0] == ("died", "engine 0 was lost")
+
+    play(folder, scene)
+
+
+def test_the_newest_requests_and_their_rates_are_sent(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        await until(lambda: cluster.ingress.services.metrics.totals())
+        stream = events(cluster)
+        await anext(stream)
+        answer = await cluster.client.post("/v1/completions", json=body([1, 2], 4))
+        tokens = 0.0
+        async for event in stream:
+            tokens += sum(rate["tokens_per_s"] for rate in event["rates"])
+            if tokens and not event["requests"][0]["running"]:
+                break
+        (request,) = event["requests"]
+        assert (request["id"], request["ranks"]) == (answer.json()["id"], [0])
+
+    play(folder, scene)
+
+
+def test_the_number_of_readers_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swell.cluster.api.live.feed.MAX_READERS", 2)
+
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        readers = [events(cluster) for _ in range(2)]
+        for reader in readers:
+            await anext(reader)
+        refused = await cluster.client.get("/admin/events")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "too_many_readers"
+        for reader in readers:
+            await reader.aclose()  # type: ignore[attr-defined]
+        await until(lambda: feed_of(cluster)._task is None)
+        assert (await cluster.client.get("/admin/events")).status_code == 200
+
+    play(folder, scene)
+
+
+def test_a_stream_ends_in_time_and_at_a_shutdown(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        assert [event async for event in events(cluster, 1)]
+        stream = events(cluster, 3600)
+        await anext(stream)
+        cluster.ingress.begin_drain()
+        assert len([event async for event in stream]) <= 2
+
+    play(folder, scene)
+
+
+@pytest.mark.parametrize("seconds", ["-1", "3601", "x", "1.5", ""])
+def test_a_wrong_duration_is_refused(folder: Path, seconds: str) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        answer = await cluster.client.get(f"/admin/events?seconds={seconds}")
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "seconds"
+
+    play(folder, scene)
+
+
+def test_observations_use_a_bounded_share_of_a_core(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    sleep = asyncio.sleep
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        await sleep(min(seconds, 0.01))
+
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        monkeypatch.setattr(live_feed.asyncio, "sleep", pause)
+        monkeypatch.setattr(live_feed.time, "perf_counter", iter(range(1000)).__next__)
+        await cluster.client.get("/admin/events")
+        await until(lambda: pauses)
+        assert 1 / live_feed.MAX_SHARE in pauses
+
+    play(folder, scene)
+
+
+def test_the_log_distinguishes_leaving_from_dying() -> None:
+    def observed(roster: Roster, **changes: Any) -> Observation:
+        fields = {"cluster": None, "manager_error": None, "coordinator_silent": False}
+        return Observation(roster, **{**fields, "moved_requests": 0, **changes})
+
+    address = ChannelAddress("host", "ipc://x", "tcp://127.0.0.1:1")
+    two = rosters.of(1, [Member(0, address, incarnation=5), Member(1, address, incarnation=6)])
+    one = Roster(2, two.members[1:])
+    assert list(happened(observed(two), observed(one))) == [("died", "engine 0 was lost")]
+    left = Roster(2, two.members[1:], left=(5,))
+    assert list(happened(observed(two), observed(left))) == [("left", "engine 0 left")]
+    assert [kind for kind, _ in happened(observed(one), observed(two))] == ["joined"]
+    silent = observed(two, coordinator_silent=True, manager_error="gone", moved_requests=3)
+    assert [kind for kind, _ in happened(observed(two), silent)] == ["moved", "lost", "lost"]
+    assert [kind for kind, _ in happened(silent, observed(two, moved_requests=3))] == [
+        "found",
+        "found",
+    ]

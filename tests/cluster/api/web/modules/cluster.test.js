@@ -1,0 +1,73 @@
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { drainAction, pauseAction, scaleAction } from "./static/cluster/actions.js";
+import { niceTop, pathOf, thinned } from "./static/cluster/charts.js";
+import { addToHistory, engineRows, newHistory, problems } from "./static/cluster/history.js";
+import { phasesOf } from "./static/cluster/timeline.js";
+
+const engine = (rank, more = {}) => ({ rank, state: "active", running: 1, waiting: 0, steps: 0, ...more });
+const event = (at, more = {}) => ({ at, engines: [], cluster: null, rates: [{ at }], log: [], requests: [], ...more });
+
+test("a repeated event adds nothing", () => {
+  const history = newHistory();
+  const entry = { at: 2, kind: "died", text: "x" };
+  addToHistory(history, event(1));
+  addToHistory(history, event(2, { log: [entry] }));
+  addToHistory(history, event(2, { rates: [{ at: 1 }, { at: 2 }], log: [entry] }));
+  assert.deepEqual([history.rates.length, history.log.length], [2, 1]);
+});
+
+test("an hour of samples is kept", () => {
+  const history = newHistory();
+  for (let at = 1; at <= 4000; at += 1) addToHistory(history, event(at));
+  assert.deepEqual([history.rates.length, history.rates[0].at], [3600, 401]);
+});
+
+test("steps per second are those of the same engine", () => {
+  const history = newHistory();
+  addToHistory(history, event(1, { engines: [engine(0, { steps: 10 }), engine(1, { steps: 90 })] }));
+  addToHistory(history, event(3, { engines: [engine(0, { steps: 30 }), engine(1, { steps: 5 })] }));
+  assert.deepEqual([...history.steps], [[0, 10]], "engine 1 was replaced");
+});
+
+test("engines are shown that only the ingress or only the manager knows", () => {
+  const managed = { rank: 2, state: "starting", pid: 7, node: "n", workers: [{ pid: 8 }], version: "v" };
+  const rows = engineRows(event(1, { engines: [engine(0)], cluster: { engines: [managed] } }));
+  assert.deepEqual(rows.map(({ rank, state, pid }) => [rank, state, pid]), [[0, "active", null], [2, "starting", 7]]);
+  assert.deepEqual(engineRows(event(1, { engines: [engine(0)] })).map(({ rank }) => rank), [0]);
+});
+
+test("problems are named, and a cluster without any has none", () => {
+  const healthy = { coordinator: {}, rescale: {}, upgrade: {} };
+  assert.deepEqual(problems(event(1, { cluster: healthy })), []);
+  const found = problems(event(1, { manager_error: "gone", coordinator_silent: true, not_ready: "no engine" }));
+  assert.equal(found.length, 3);
+});
+
+test("a confirmation states the effect", () => {
+  const now = event(1, { engines: [engine(0), engine(1)], cluster: { target: 2 } });
+  assert.match(scaleAction(now, 4).effect, /^2 engines will start/);
+  assert.equal(scaleAction(now, 4).isDangerous, false);
+  assert.match(scaleAction(now, 1).effect, /^1 engine will get no new requests/);
+  assert.match(drainAction(1, now.cluster).effect, /The target becomes 1 engine\./);
+  assert.match(pauseAction(now).effect, /^2 running requests/);
+});
+
+test("a curve has gaps where nothing was measured", () => {
+  assert.equal(pathOf([[0, 0], [0.5, null], [1, 10]], 10), "M0.0 83.0M320.0 2.0");
+  assert.deepEqual([0, 0.3, 1, 11, 250, NaN].map(niceTop), [1, 0.5, 1, 20, 500, 1]);
+  const many = Array.from({ length: 1000 }, (_, at) => ({ at }));
+  assert.equal(thinned(many, 300).at(-1).at, 999);
+  assert.ok(thinned(many, 300).length <= 300);
+});
+
+test("phases lie between the events", () => {
+  const events = [
+    { event: "received", ms: 0, rank: null },
+    { event: "first_token", ms: 4, rank: 0 },
+    { event: "resubmitted", ms: 9, rank: 0 },
+    { event: "finished", ms: 20, rank: 1 },
+  ];
+  const found = phasesOf({ events }).map(({ event: name, from, to, rank }) => [name, from, to, rank]);
+  assert.deepEqual(found, [["received", 0, 4, null], ["first_token", 4, 9, 0], ["resubmitted", 9, 20, null]]);
+});

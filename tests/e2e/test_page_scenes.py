@@ -1,0 +1,176 @@
+"""The web page in a browser, on a real cluster: a visit, a chat, a rescale, a killed engine, an
+upgrade. Each scene is asserted by what the page shows. `SWELL_PICTURES=FOLDER` saves a screenshot
+of each."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cluster import NANO, Cluster
+from tests.faults.process import HTTP
+from tests.support.axe import AXE, violations
+from tests.support.browser import Browser, needs_browser, start_browser
+from tests.support.changed_weights import add_noise, copy_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
+
+SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
+STREAMS = 6
+LOG = "#log"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(NANO, *SETTINGS) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with start_browser(tmp_path_factory.mktemp("profile")) as browser:
+        browser.open(f"{cluster.url}/")
+        yield browser
+
+
+class Streams:
+    """Long answers that stream while a scene plays."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._url = cluster.url
+        self._stopping = threading.Event()
+        self.failures: list[str] = []
+        self.moved: list[str] = []
+        """Ids of the answers that more than one engine computed."""
+        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
+
+    def __enter__(self) -> Streams:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            self._answer()
+
+    def _answer(self) -> None:
+        body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 900, "stream": True}
+        body |= {"ignore_eos": True, "temperature": 0}
+        id, last = "", ""
+        with HTTP.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    id = json.loads(line.removeprefix("data: ")).get("id", id)
+                if line.startswith(": x-swell-engine") and "," in line:
+                    self.moved.append(id)
+                last = line or last
+        if last != "data: [DONE]":
+            self.failures.append(last)
+
+
+def save(page: Browser, name: str, height: int = 860) -> None:
+    if folder := os.environ.get("SWELL_PICTURES"):
+        page.resize(1280, height)
+        page.save_picture(Path(folder) / f"{name}.png")
+
+
+def active_engines(page: Browser, number: int) -> None:
+    """Waits until the table shows this number of active engines, and no other."""
+    script = """
+        const states = [...document.querySelectorAll("tr[data-rank] .state")].map(e => e.innerText);
+        return states.length === arguments[0] && states.every((state) => state === "active");
+    """
+    page.until(script, number)
+
+
+def confirm(page: Browser, effect: str) -> None:
+    page.until_text("#confirm", effect)
+    page.click("#confirm-yes")
+    page.until("return !document.querySelector('#confirm')")
+
+
+def test_a_first_visit_shows_a_playground_and_a_cluster(page: Browser) -> None:
+    page.until_text("#health", "1 engine ready")
+    page.until("return document.querySelector('#model').value === 'nano'")
+    page.click("#tab-cluster")
+    active_engines(page, 1)
+    page.until_text(".summary", "serving")
+
+
+def test_a_chat_shows_its_timeline(page: Browser) -> None:
+    page.click("#tab-playground")
+    page.type("[name=temperature]", "0")
+    page.type("#prompt", "upper: hello\n")
+    page.until_text(".answer .meta", "complete")
+    assert page.text(".answer-text") == "HELLO"
+    save(page, "playground")
+    page.click(".answer .meta a")
+    page.until_text(".timeline", "prefill")
+    assert "finished: stop" in page.text(".timeline")
+
+
+def test_the_page_adds_an_engine(page: Browser) -> None:
+    active_engines(page, 1)
+    page.type("#scale-to", "2")
+    page.click(".controls form button")
+    confirm(page, "1 engine will start")
+    page.until_text(LOG, "the target is 2 engines, before 1")
+    page.until_text(LOG, "engine 1 joined")
+    active_engines(page, 2)
+
+
+def test_the_page_shows_a_killed_engine_and_its_replacement(
+    page: Browser, cluster: Cluster
+) -> None:
+    with Streams(cluster) as streams:
+        page.until(
+            "return [...document.querySelectorAll('tr[data-rank] td:nth-child(4)')]"
+            ".every((cell) => Number(cell.innerText) > 0)"
+        )
+        (victim,) = (e for e in cluster.get("/admin/cluster").json()["engines"] if e["rank"] == 1)
+        os.kill(victim["pid"], signal.SIGKILL)
+        page.until_text(LOG, "engine 1 was lost")
+        page.until_text(LOG, "moved to another engine")
+        page.until("return document.querySelectorAll('#log [data-kind=joined]').length >= 2")
+        active_engines(page, 2)
+        page.run("document.querySelector('main').scrollTop = 0")
+        save(page, "cluster", 1000)
+    assert streams.failures == []
+    assert streams.moved
+    page.type(".find input", f"{streams.moved[0]}\n")
+    page.until_text(".timeline", "waits for another engine")
+
+
+def test_the_page_upgrades_the_weights(page: Browser, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    copy_of(other, lambda tensors: add_noise(tensors, 1))
+    page.click(".controls summary")
+    page.type(".controls details input", str(other))
+    page.click(".controls details form button")
+    confirm(page, "load the weights of")
+    page.until_text(LOG, "in progress")
+    page.until("return document.querySelectorAll('#log [data-kind=upgraded]').length >= 2")
+    active_engines(page, 2)
+
+
+def test_the_cluster_is_accessible(page: Browser) -> None:
+    if not AXE.is_file():
+        pytest.skip(f"{AXE} is missing")
+    for scheme in ("light", "dark"):
+        page.set_media("prefers-color-scheme", scheme)
+        assert violations(page) == []
+
+
+def test_the_console_of_the_browser_shows_no_error(page: Browser) -> None:
+    assert page.log() == []
