@@ -44,7 +44,7 @@ class _Frozen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Base class of the parts of the index."""
 
 
-class Packing(_Frozen, frozen=True):
+class PackedLayout(_Frozen, frozen=True):
     """The memory layout of packed weights (`swell.kernels.linear`)."""
 
     version: Annotated[int, Meta(ge=1)]
@@ -76,7 +76,7 @@ class ShardedIndex(_Frozen, frozen=True):
     """The backend whose module names the tensors have."""
     config_digest: _Digest
     """Digest of `config.json` in the same folder."""
-    packing: Packing | None
+    packing: PackedLayout | None
     """Layout of packed weights; None: no weight is packed."""
     machine: Annotated[str, Meta(max_length=64)]
     """The machine that saved the files, for messages."""

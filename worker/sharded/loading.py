@@ -16,7 +16,7 @@ import torch
 from swell.configs.files.sharded_index import (
     AGAIN,
     INDEX_NAME,
-    Packing,
+    PackedLayout,
     ShardedIndex,
     expert_file_name,
     file_name,
@@ -34,10 +34,10 @@ from swell.worker.sharded.state import StateTensor, state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of
 
 
-def local_packing(device_type: str) -> Packing | None:
+def local_packing(device_type: str) -> PackedLayout | None:
     """Returns the order in which weights are packed here; None: they are not packed."""
     width = panel(device_type)
-    return None if width is None else Packing(version=LAYOUT_VERSION, panel=width)
+    return None if width is None else PackedLayout(version=LAYOUT_VERSION, panel=width)
 
 
 class Report(Protocol):

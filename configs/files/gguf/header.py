@@ -138,6 +138,15 @@ def existing_parts(path: Path) -> list[Path]:
     return paths
 
 
+def identity_of(path: Path) -> tuple[str, ...]:
+    """Returns a text for each file of a model, which differs when the file has changed: its path,
+    inode, size and the time of its last change. Raises GgufError."""
+    found = ((part, part.stat()) for part in existing_parts(path))
+    return tuple(
+        f"{part.resolve()} {stat.st_ino} {stat.st_size} {stat.st_mtime_ns}" for part, stat in found
+    )
+
+
 def _checked_parts(path: Path, count: int, number: Any) -> list[Path]:
     paths = part_paths(path)
     if len(paths) != count:

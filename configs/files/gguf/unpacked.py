@@ -24,7 +24,7 @@ from typing import Any
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
 from swell.configs.files.gguf.architectures import model_config
-from swell.configs.files.gguf.header import GgufError, GgufFile, existing_parts, read_header, shown
+from swell.configs.files.gguf.header import GgufError, GgufFile, identity_of, read_header, shown
 from swell.configs.files.gguf.tensor_names import sources
 from swell.configs.files.gguf.tokenizer import read_vocabulary, tokenizer_files
 from swell.configs.files.private_files import enter_folder
@@ -76,11 +76,8 @@ def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, A
 
 
 def _folder(path: Path) -> Path:
-    identity = [_code_digest()]
-    for part in existing_parts(path):
-        found = part.stat()
-        identity.append(f"{part.resolve()} {found.st_ino} {found.st_size} {found.st_mtime_ns}")
-    digest = hashlib.blake2b("\n".join(identity).encode(), digest_size=12).hexdigest()
+    identity = "\n".join((_code_digest(), *identity_of(path)))
+    digest = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     return Path(tempfile.gettempdir(), f"swell-gguf-{os.getuid()}", digest)
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.configs.files.gguf.header import read_header
 from swell.configs.files.model_files import local_folder
 from swell.configs.schema import load
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
@@ -325,3 +326,21 @@ def test_kept_integers_sleep_are_replaced_and_have_adapters(tmp_path: Path) -> N
             assert tokens(llm) == plain
         found.append((plain, adapted))
     assert found[0] == found[1]
+
+
+def test_a_worker_reads_the_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that has changed is read again."""
+    file, headers = gguf_of(Path(NANO), tmp_path / "m.gguf", ("Q8_0",)), []
+
+    def read(path: Path) -> Any:
+        headers.append(path)
+        return read_header(path)
+
+    monkeypatch.setattr("swell.worker.checkpoint.gguf.checkpoint.read_header", read)
+    config = load(str(file), {"model.device": "cpu", "model.dtype": "float32"})
+    Worker(config).load()
+    Worker(config).load()
+    assert headers == [file]
+    gguf_of(Path(NANO), file, ("Q4_0",))
+    Worker(config).load()
+    assert headers == [file, file]

@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from swell.configs.files.bounded_files import open_regular
-from swell.configs.files.gguf.header import read_header
+from swell.configs.files.gguf.header import identity_of, read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
 from swell.kernels.weights.quantized import QuantizedTensor
 from swell.worker.checkpoint.checkpoint import CUT_GROUP, NOT_FINITE, Index
@@ -28,7 +29,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         """Raises `ValueError` for a file that cannot be served."""
-        self._sources = sources(read_header(path))
+        self._sources = _read_sources(path, identity_of(path))
         self._open: dict[Path, int] = {}
 
     @property
@@ -65,6 +66,13 @@ class GgufCheckpoint:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
+
+
+@lru_cache(maxsize=2)
+def _read_sources(path: Path, identity: tuple[str, ...]) -> Mapping[str, Source]:
+    """Returns the tensors of a file. A worker opens the files of its model and of its draft model
+    several times, and large vocabularies make headers slow to read."""
+    return sources(read_header(path))
 
 
 class GgufTensor:
