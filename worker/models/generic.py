@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from swell.configs.runtime.log import first_line
+from swell.kernels.linear import linear_argmax
 from swell.kernels.sample import greedy_sample
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,6 +24,7 @@ from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.models import generic_masks, generic_probe
 from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
 from swell.worker.models.generic_build import body_name, drop_towers, materialize, on_meta
+from swell.worker.models.generic_experts import ExpertMatrix, Experts, use_expert_kernels
 from swell.worker.models.generic_masks import UnsupportedMaskError
 from swell.worker.models.generic_parallel import (
     StageBoundary,
@@ -30,7 +32,11 @@ from swell.worker.models.generic_parallel import (
     split_stages,
     split_tensors,
 )
-from swell.worker.models.generic_products import packing_unless_read, use_kernels
+from swell.worker.models.generic_products import (
+    PackedLinear,
+    packing_unless_read,
+    use_kernels,
+)
 from swell.worker.models.generic_weights import WeightsMapper
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import LayerTaps
@@ -80,14 +86,18 @@ class GenericForCausalLM(nn.Module):
             _drop_head(causal, base)
         materialize(causal, device, dtype)
         use_kernels(causal)
+        use_expert_kernels(causal)
         self._parts = list(causal.named_modules())
         self._calls.attach(causal)
+        output_layer = causal.get_output_embeddings()
         # The whole model computes the head; its body is replaced by one that returns given hidden
         # states.
         self._head_input = _HeadInput()
         setattr(causal, body_name(causal), self._head_input)
         self.base, self.head = base, causal
         self._prompt_embeds: EmbedsOverride | None = None
+        self._plain_head = output_layer if isinstance(output_layer, PackedLinear) else None
+        """The layer whose outputs are the logits; None: there is more to compute."""
         if mesh.is_first_stage:
             base.get_input_embeddings().register_forward_hook(self._embed)
         self.taps = LayerTaps(self.range)
@@ -134,7 +144,21 @@ class GenericForCausalLM(nn.Module):
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [S, hidden] of the last stage -> the tokens of the largest logits, [S] int64, and
         these logits, [S] float32"""
-        return greedy_sample(self.compute_logits(hidden))
+        if self._plain_head is None:
+            return greedy_sample(self.compute_logits(hidden))
+        logits, tokens = linear_argmax(hidden, self._plain_head.own_weight, self.vocab_size)
+        return tokens, logits
+
+    def _is_plain(self, head: PackedLinear | None) -> bool:
+        """Whether the logits are the outputs of `head`, without a bias, a scale or a cap. While all
+        weights are constant, all outputs for a token are equal: logits that equal them for hidden
+        states of several magnitudes are the outputs."""
+        if head is None or head.bias is not None:
+            return False
+        magnitudes = torch.logspace(-3, 3, 13, dtype=self.dtype, device=self.device)
+        hidden = magnitudes[:, None].expand(-1, self.width).contiguous()
+        outputs = head(hidden)[:, : self.vocab_size].float()
+        return torch.equal(self.compute_logits(hidden), outputs)
 
     def tap_layers(self, layers: Sequence[int]) -> None:
         """Captures the inputs of these layers, in any stage, from now on. Raises `ValueError` for a
@@ -178,9 +202,11 @@ class GenericForCausalLM(nn.Module):
     def _own_weight_shards(self) -> Iterator[WeightShard]:
         seen: set[int] = set()
         for path, module in self._parts:
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear | Experts):
                 yield from module.weight_shards(path)
                 continue
+            if isinstance(module, ExpertMatrix):
+                continue  # a part of `Experts`
             persistent = [
                 (name, buffer)
                 for name, buffer in module._buffers.items()
@@ -250,6 +276,8 @@ class GenericForCausalLM(nn.Module):
                     assert logits.shape[1] == self.vocab_size, (
                         f"its logits have the shape {list(logits.shape)}"
                     )
+                    if not self._is_plain(self._plain_head):
+                        self._plain_head = None
         except UnsupportedMaskError as unfit:
             calls.refuse(f"{unfit}{_unsplit_hint(self.mesh)}")
         except UnsupportedModelError:

@@ -84,12 +84,14 @@ class _Watched(PackedWeight):
             return found
         return _ObservedWeight.of(found, self.keep_plain)
 
-    def _own_weight(self) -> Weight:
+    @property
+    def own_weight(self) -> Weight:
+        """The weight, for the module's own product or lookup."""
         weight: Weight | None = self._parameters.get("weight")
         return self.__dict__["weight"] if weight is None else weight
 
 
-class _Linear(_Watched, nn.Linear):
+class PackedLinear(_Watched, nn.Linear):
     _is_head = False
 
     def become_head(self) -> None:
@@ -99,7 +101,7 @@ class _Linear(_Watched, nn.Linear):
         return HEAD_BITS if self._is_head and packing.bits else packing.bits
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self._own_weight(), self.bias)
+        return linear(x, self.own_weight, self.bias)
 
 
 class _Embedding(_Watched, nn.Embedding):
@@ -107,7 +109,7 @@ class _Embedding(_Watched, nn.Embedding):
         return HEAD_BITS if packing.bits else None
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = self._own_weight()
+        weight = self.own_weight
         if isinstance(weight, Tensor):
             return functional.embedding(ids, weight)
         return embedding(ids, weight)
@@ -118,13 +120,13 @@ def use_kernels(model: nn.Module) -> None:
     share a weight with one."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     weights = {id(module.weight) for module in linears}
-    replacements: dict[nn.Module, nn.Module] = {each: _Linear.of(each) for each in linears}
+    replacements: dict[nn.Module, nn.Module] = {each: PackedLinear.of(each) for each in linears}
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
             replacements[module] = _embedding_class(type(module)).of(module)
     find_head = getattr(model, "get_output_embeddings", None)
     head = None if find_head is None else replacements.get(find_head())
-    if isinstance(head, _Linear):
+    if isinstance(head, PackedLinear):
         head.become_head()
     for parent in model.modules():
         for name, child in parent._modules.items():

@@ -110,17 +110,19 @@ def _converted(
             "transformers 5"
         )
     target, patterns = shard.target, list(converter.source_patterns)
-    rows = target.shape[1] // len(patterns)
+    rows, of_experts = target.shape[1] // len(patterns), shard.index[0]
+    assert isinstance(of_experts, slice)
+    first_expert = of_experts.start or 0
     for order, pattern in enumerate(patterns):
         names = [s.name for s in found if s.pattern == pattern]
-        if len(names) != target.shape[0]:
+        if len(names) != shard.shape[0]:
             raise ValueError(
                 f"the weights have {len(names)} tensors {pattern!r} for {shard.name!r}, but "
-                f"config.json has {target.shape[0]} experts"
+                f"config.json has {shard.shape[0]} experts"
             )
-        for expert, name in enumerate(names):
-            part = target[expert, order * rows : (order + 1) * rows]
-            yield WeightShard(name, part, (ALL,) * part.dim(), tuple(part.shape))
+        for expert, matrix in enumerate(target, first_expert):
+            part = matrix[order * rows : (order + 1) * rows]
+            yield WeightShard(names[expert], part, (ALL,) * part.dim(), tuple(part.shape))
 
 
 def _natural(name: str) -> list[Any]:
