@@ -39,6 +39,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
     ),
     "parallel": ("tensor", "pipeline", "executor"),
     "cache": (
+        "dtype",
         "memory_bytes",
         "memory_fraction",
         "prefix_caching",

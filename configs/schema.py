@@ -132,6 +132,11 @@ class ModelConfig(Section, frozen=True):
 class CacheConfig(Section, frozen=True):
     block_tokens: Positive = 16
     """Number of tokens of one KV block."""
+    dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """Type in which K and V are stored. `auto`: `model.dtype`. `int8`, `fp8` (E4M3): 8 bits, with a
+    float32 scale for each token and KV head, so that about twice as many blocks fit into the same
+    memory as with bfloat16, or four times as many as with float32. `int8` is the more exact one
+    (docs/operate/kv-cache.md)."""
     memory_bytes: Positive | None = None
     """Bytes of the KV cache of one worker; None: determined by `memory_fraction`."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None

@@ -26,9 +26,9 @@ def prepare(
 
     qkv [T, (heads + 2 * kv_heads) * head_dim], undefined afterwards: the queries may be a part of
     it; norms: the weights for queries and keys, [head_dim] each, as for `rms_norm`; cos, sin
-    [T, rotary_dim / 2]; caches: K and V, [blocks, kv_heads, block_tokens, head_dim] of qkv's type;
-    slot_mapping [T] int64, each -1 (not written) or distinct and inside the cache. Rounds to qkv's
-    type after each of the operations above. Backends: reference (calls these operations, each in
+    [T, rotary_dim / 2]; caches: K and V, of qkv's type or quantized, as in `write_kv`; slot_mapping
+    [T] int64, each -1 (not written) or distinct and inside the cache. Rounds to qkv's type after
+    each of the operations above. Backends: reference (calls these operations, each in
     its fastest backend), triton.
     """
     return backends.get("qkv", qkv.device.type).prepare(

@@ -21,9 +21,11 @@ _GROUPS_BYTES = 512 * 1024**2
 
 
 def block_bytes(config: Config, model: Model, dtype: torch.dtype, draft_model: NoDraftModel) -> int:
-    """Returns the bytes of one block: its K and V, and everything else that is kept for it."""
+    """Returns the bytes of one block: its K and V, and everything else that is kept for it.
+    `dtype`: the model's."""
     block_tokens = config.cache.block_tokens
-    kv_bytes = kv_cache.bytes_per_block(model.attention_layers(), block_tokens, dtype)
+    kv_dtype = kv_cache.cache_dtype(config.cache, dtype)
+    kv_bytes = kv_cache.bytes_per_block(model.attention_layers(), block_tokens, kv_dtype)
     kv_bytes += draft_model.block_bytes(block_tokens)
     if not config.model.routed_experts:
         return kv_bytes

@@ -195,6 +195,8 @@ class Worker:
         self.model = model = build_model(
             model_config, hf_config, self.mesh, self.device, self._dtype, pooling
         )
+        layers = model.attention_layers()
+        kv_cache.refuse_unquantizable(self.config, layers, self._dtype, self.device)
         refuse_unquantizable(model, packing)
         loaded = load_weights(model, model_config, self._on_loaded, packing)
         pack_weights(model, packing)
@@ -241,17 +243,17 @@ class Worker:
         assert self.mesh is not None, "load must be called first"
         backends.prepare(self.device.type)
         cache, layers = self.config.cache, self._built_model.attention_layers()
-        kv_cache.allocate(layers, num_blocks, cache.block_tokens, self._dtype, self.device)
-        caches = [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
-        of_drafts = self.draft_model.allocate(num_blocks, cache.block_tokens, self.device)
-        caches += [each.view(self._dtype) for each in of_drafts]
+        dtype = kv_cache.cache_dtype(cache, self._dtype)
+        kv_cache.allocate(layers, num_blocks, cache.block_tokens, dtype, self.device)
+        caches = [each for layer in layers for each in layer.caches]
+        caches += self.draft_model.allocate(num_blocks, cache.block_tokens, self.device)
         if self.config.model.routed_experts:
             max_tokens = self.config.scheduler.max_tokens_per_step
             sizes = num_blocks, cache.block_tokens, max_tokens
             self._routes = RouteRecorder(self._built_model, self.mesh, *sizes, self.device)
             if self.mesh.is_last_stage:
-                caches.append(self._routes.blocks.view(self._dtype))
-        return caches
+                caches.append(self._routes.blocks)
+        return [each.view(kv_cache.copied_dtype(dtype)) for each in caches]
 
     def execute_model(self, plan: SchedulerOutput) -> AsyncModelRunnerOutput | None:
         """Computes one step (see `ModelRunner.execute_model`)."""

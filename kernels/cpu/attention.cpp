@@ -10,6 +10,9 @@
 //
 // Tiles start at fixed positions, each sum runs in a fixed order, and a masked key adds an exact
 // zero. So the result of a token does not depend on the batch or chunk in which it is computed.
+//
+// Quantized keys and values are widened in registers. The scales of the keys are applied to the scores,
+// and those of the values to the weights.
 #include <type_traits>
 #include <vector>
 
@@ -132,6 +135,15 @@ SWELL_INLINE float softmax_tile(float* s, int64_t begin, int64_t end, int64_t lo
   return fade;
 }
 
+// x[m][j] *= the scale of key j, for `count` keys.
+template <typename T>
+SWELL_INLINE void apply_scales(const char* scales, int64_t count, float* x, int64_t stride,
+                               int64_t m_count) {
+  for (int64_t m = 0; m < m_count; m++, x += stride)
+    for (int64_t j = 0; j < count; j++)
+      x[j] *= load_as<float>(scales + j * sizeof(float)) * kUnit<T>;
+}
+
 template <typename T, int DIM>
 struct Attention {
   const AttentionArgs& a;
@@ -159,24 +171,27 @@ struct Attention {
     sum = top + m;
   }
 
-  // Calls work(start of the keys, block to prefetch, first key, number of keys) for each block that
-  // contains keys of [from, to).
+  // Calls work(start of the keys, their scales, block to prefetch, first key, number of keys) for each
+  // block that contains keys of [from, to).
   template <typename Work>
   SWELL_INLINE void each_block(const void* cache, int64_t stride, int64_t from, int64_t to,
                                Work work) {
     int64_t index = from / a.block_tokens, at = from % a.block_tokens;
     for (; from < to; index++, at = 0) {
       const int64_t count = std::min(a.block_tokens - at, to - from);
-      const T* later = ahead.next();
-      work(read.block<T>(a, cache, stride, index) + at * dim, later, from, count);
-      if (later) prefetch(later + count * dim, (a.block_tokens - count) * dim);
+      const T *block = read.block<T>(a, cache, stride, index), *later = ahead.next();
+      const char* scales = reinterpret_cast<const char*>(block + a.block_tokens * dim);
+      work(block + at * dim, scales + at * sizeof(float), later, from, count);
+      if (later)
+        prefetch(later + count * dim,
+                 (a.block_tokens - count) * dim + scale_elements<T>(a.block_tokens));
       from += count;
     }
   }
 
   // score[m][j - base] = q[m] . k[j] for the keys j of [from, to).
   void scores(int64_t base, int64_t from, int64_t to) {
-    const auto work = [&](const T* k, const T* later, int64_t j, int64_t count) {
+    const auto work = [&](const T* k, const char* scales, const T* later, int64_t j, int64_t count) {
       float* s = score + (j - base);
       int64_t m = 0;
       const auto some = [&](auto run, int64_t n) {
@@ -187,6 +202,7 @@ struct Attention {
       some(score_keys<T, DIM, 4>, 4);
       some(score_keys<T, DIM, 2>, 2);
       some(score_keys<T, DIM, 1>, 1);
+      if (kQuantized<T>) apply_scales<T>(scales, count, s, score_stride, m_count);
     };
     each_block(a.k_cache, a.k_block_stride, from, to, work);
   }
@@ -211,8 +227,9 @@ struct Attention {
 
   // acc[m] += sum_j weight[m][j - base] v[j] for the keys j of [from, to).
   void weigh(int64_t base, int64_t from, int64_t to) {
-    const auto work = [&](const T* v, const T* later, int64_t j, int64_t count) {
-      const float* w = score + (j - base);
+    const auto work = [&](const T* v, const char* scales, const T* later, int64_t j, int64_t count) {
+      float* w = score + (j - base);
+      if (kQuantized<T>) apply_scales<T>(scales, count, w, score_stride, m_count);
       int64_t m = 0, i = 0;
       const auto some = [&](auto run, int64_t nv) {
         for (; i + nv <= parts; i += nv)
@@ -237,14 +254,15 @@ struct Attention {
     each_block(a.v_cache, a.v_block_stride, from, to, work);
   }
 
+  template <typename X>
   void start(const WorkItem& item) {
     m_count = item.count * group;
     read = KeyRange(a, item);
-    const T* q = static_cast<const T*>(a.q) + (a.query_start[item.row] + item.first) * a.q_stride;
+    const X* q = static_cast<const X*>(a.q) + (a.query_start[item.row] + item.first) * a.q_stride;
     for (int64_t m = 0; m < m_count; m++) {
-      const T* from = q + m / group * a.q_stride + (item.head * group + m % group) * dim;
+      const X* from = q + m / group * a.q_stride + (item.head * group + m % group) * dim;
       for (int64_t i = 0; i < padded; i += 8) {
-        store(query + m * padded + i, part_8<T, DIM>(from, i, dim));
+        store(query + m * padded + i, part_8<X, DIM>(from, i, dim));
         store(acc + m * padded + i, v8{});
       }
       top[m] = kLowest;
@@ -252,10 +270,11 @@ struct Attention {
     }
   }
 
+  template <typename X>
   void finish(const WorkItem& item) {
     const int64_t begin = a.query_start[item.row] + item.first;
     for (int64_t m = 0; m < m_count; m++) {
-      T* out = static_cast<T*>(a.out) +
+      X* out = static_cast<X*>(a.out) +
                ((begin + m / group) * a.heads + item.head * group + m % group) * dim;
       const v8 total = splat(sum[m]);
       for (int64_t i = 0; i < padded; i += 8) {
@@ -268,7 +287,8 @@ struct Attention {
 
   // `next`: the item that this thread computes after this one, if known.
   void attend(const WorkItem& item, const WorkItem* next) {
-    start(item);
+    if (a.is_bf16) start<bf16>(item);
+    else start<float>(item);
     ahead.follow(item, next);
     for (int64_t base = read.base; base < read.end; base += read.tile) {
       const int64_t from = std::max(base, read.low), to = std::min(base + read.tile, read.end);
@@ -276,7 +296,8 @@ struct Attention {
       softmax(base, from, to);
       weigh(base, from, to);
     }
-    finish(item);
+    if (a.is_bf16) finish<bf16>(item);
+    else finish<float>(item);
   }
 };
 
@@ -329,6 +350,8 @@ void run_dim(const AttentionArgs& a) {
 }  // namespace
 
 SWELL_API void swell_paged_attention(const AttentionArgs* a) {
-  if (a->is_bf16) run_dim<bf16>(*a);
+  if (a->is_int8) run_dim<int8>(*a);
+  else if (a->is_float8) run_dim<float8>(*a);
+  else if (a->is_bf16) run_dim<bf16>(*a);
   else run_dim<float>(*a);
 }

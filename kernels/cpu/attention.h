@@ -2,18 +2,19 @@
 #pragma once
 #include <algorithm>
 
+#include "cache.h"
 #include "vec.h"
 
 struct AttentionArgs {
   const void* q;  // [T, heads, head_dim], tokens q_stride elements apart
-  const void* k_cache;  // [blocks, kv_heads, block_tokens, head_dim], blocks block_stride apart
+  const void* k_cache;  // blocks block_stride elements apart (see cache.h)
   const void* v_cache;
   void* out;  // [T, heads, head_dim]
   const int32_t* query_start;
   const int32_t* context_tokens;
   const int32_t* block_table;
   int64_t rows, heads, kv_heads, head_dim, block_tokens, table_stride, q_stride;
-  int64_t k_block_stride, v_block_stride, window, lookahead, is_bf16;
+  int64_t k_block_stride, v_block_stride, window, lookahead, is_bf16, is_int8, is_float8;
   float scale, softcap;
 };
 
@@ -46,7 +47,8 @@ struct KeyRange {
   // Returns this head's part of block `index`, in a cache whose blocks are `stride` elements apart.
   template <typename T>
   const T* block(const AttentionArgs& a, const void* cache, int64_t stride, int64_t index) const {
-    return static_cast<const T*>(cache) + table[index] * stride + head * a.block_tokens * a.head_dim;
+    const int64_t part = a.block_tokens * a.head_dim + scale_elements<T>(a.block_tokens);
+    return static_cast<const T*>(cache) + table[index] * stride + head * part;
   }
 };
 
@@ -72,7 +74,8 @@ class BlockIterator {
     next_ = next;
     if (entered_ == &item) return;
     enter(item);
-    for (int64_t i = 0; i < kPrefetch; i++) prefetch(this->next(), a_.block_tokens * a_.head_dim);
+    const int64_t part = a_.block_tokens * a_.head_dim + scale_elements<T>(a_.block_tokens);
+    for (int64_t i = 0; i < kPrefetch; i++) prefetch(this->next(), part);
   }
 
   // Returns the next block; null: no further block is known yet.

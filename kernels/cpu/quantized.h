@@ -1,27 +1,10 @@
 // The form of a quantized weight, and the arguments of its products.
 #pragma once
-#if defined(__F16C__) || defined(__AVX2__)
+#ifdef __FMA__
 #include <immintrin.h>
 #endif
 
 #include "vec.h"
-
-typedef int32_t lanes_i __attribute__((vector_size(kLanes * 4)));
-
-// kLanes float16 numbers, none of them infinite or NaN, as floats.
-SWELL_INLINE lanes widen_half(const void* p) {
-#if defined(__AVX512F__)
-  return (lanes)_mm512_cvtph_ps(load_as<__m256i>(p));
-#elif defined(__F16C__)
-  return (lanes)_mm256_cvtph_ps(load_as<__m128i>(p));
-#else
-  const lanes_u bits = __builtin_convertvector(load_as<lanes_h>(p), lanes_u);
-  const lanes_u magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
-  const lanes scaled = load_as<lanes>(&magnitude) * 0x1p112f;
-  const lanes_u all = load_as<lanes_u>(&scaled) | sign;
-  return load_as<lanes>(&all);
-#endif
-}
 
 // a * b + c with one rounding, if the processor has an instruction for it. The compiler would choose
 // it in most places, but not in all instances of a template.

@@ -6,6 +6,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(__F16C__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 #define SWELL_API extern "C" __attribute__((visibility("default")))
 #define SWELL_INLINE inline __attribute__((always_inline))
 
@@ -58,6 +62,22 @@ constexpr int kLanes = 8;
 typedef float lanes __attribute__((vector_size(kLanes * 4)));
 typedef uint32_t lanes_u __attribute__((vector_size(kLanes * 4)));
 typedef uint16_t lanes_h __attribute__((vector_size(kLanes * 2)));
+typedef int32_t lanes_i __attribute__((vector_size(kLanes * 4)));
+
+// kLanes float16 numbers, none of them infinite or NaN, as floats.
+SWELL_INLINE lanes widen_half(const void* p) {
+#if defined(__AVX512F__)
+  return (lanes)_mm512_cvtph_ps(load_as<__m256i>(p));
+#elif defined(__F16C__)
+  return (lanes)_mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  const lanes_u bits = __builtin_convertvector(load_as<lanes_h>(p), lanes_u);
+  const lanes_u magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  const lanes scaled = load_as<lanes>(&magnitude) * 0x1p112f;
+  const lanes_u all = load_as<lanes_u>(&scaled) | sign;
+  return load_as<lanes>(&all);
+#endif
+}
 
 SWELL_INLINE lanes wide(const float* p) { return load_as<lanes>(p); }
 SWELL_INLINE lanes wide(const bf16* p) { return widen<lanes, lanes_u, lanes_h>(p); }

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import AttentionMetadata
+from swell.kernels.attention import LIMITS, AttentionMetadata
+from swell.kernels.reference import quantized_cache
 from swell.kernels.reference.padding import without_padding
 
 MAX_ELEMENTS = 1 << 25
@@ -35,6 +36,9 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     source, slots, writes = without_padding(slot_mapping)
     block, offset = slots // block_tokens, slots % block_tokens
     for new, cache in ((k, k_cache), (v, v_cache)):
+        if cache.dtype in LIMITS:
+            quantized_cache.write(new[source], cache, block, offset, writes)
+            continue
         cache[block, :, offset] = torch.where(
             writes[:, None, None], new[source], cache[block, :, offset]
         )
@@ -101,8 +105,8 @@ def _attend_rows(
     rows_q = q[token].float().transpose(1, 2).unflatten(1, (kv_heads, group))
     blocks = meta.block_table[first:last, : -(-context // block_tokens)].long()  # [B, blocks]
     key_index = torch.arange(context, device=device)  # [C]
-    rows_k = k_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
-    rows_v = v_cache[blocks].transpose(1, 2).flatten(2, 3)[:, :, :context].float()
+    rows_k = _read(k_cache, blocks).transpose(1, 2).flatten(2, 3)[:, :, :context]
+    rows_v = _read(v_cache, blocks).transpose(1, 2).flatten(2, 3)[:, :, :context]
     # Cache entries after a row's context may contain anything, even NaN.
     rows_v = rows_v.masked_fill((key_index >= total[:, None])[:, None, :, None], 0.0)
 
@@ -128,3 +132,9 @@ def _attend_rows(
         answer = weights.flatten(2, 3) @ rows_v
         parts.append(answer.unflatten(2, (group, -1)))
     return torch.cat(parts, dim=3).flatten(1, 2).transpose(1, 2)
+
+
+def _read(cache: Tensor, blocks: Tensor) -> Tensor:
+    """Returns the vectors of these blocks in float32: blocks [...] -> [..., kv_heads, block_tokens,
+    head_dim]."""
+    return quantized_cache.read(cache, blocks) if cache.dtype in LIMITS else cache[blocks].float()

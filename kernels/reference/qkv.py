@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels.attention import write_kv
+from swell.kernels.attention import head_dim_of, write_kv
 from swell.kernels.norm import rms_norm
 from swell.kernels.rope import apply_rope
 
@@ -19,7 +19,7 @@ def prepare(
     slot_mapping: Tensor,
 ) -> Tensor:
     """See `swell.kernels.qkv.prepare`."""
-    _, kv_heads, _, head_dim = caches[0].shape
+    kv_heads, head_dim = caches[0].shape[1], head_dim_of(caches[0])
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split([heads, kv_heads, kv_heads], dim=1)
     if norms is not None:

@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from swell.kernels.attention import head_dim_of
 from swell.kernels.reference import qkv as reference
-from swell.kernels.triton import TYPES
+from swell.kernels.triton.attention.vectors import (
+    as_pointer,
+    is_computed,
+    part_size,
+    store_vector,
+)
 
 
 @triton.jit
@@ -51,12 +57,13 @@ def _prepare(
     else:
         slot = tl.load(slots + token)
         block, kv_head = slot // BLOCK_TOKENS, (head - HEADS) % KV_HEADS
-        inside &= slot >= 0
-        at = (kv_head * BLOCK_TOKENS + slot % BLOCK_TOKENS) * DIM + columns
+        part = kv_head * part_size(k_cache.dtype.element_ty, BLOCK_TOKENS, DIM)
+        index = slot % BLOCK_TOKENS
+        k_part, v_part = block * k_block_stride + part, block * v_block_stride + part
         if head < HEADS + KV_HEADS:
-            tl.store(k_cache + block * k_block_stride + at, values, mask=inside)
+            store_vector(k_cache, k_part, index, columns, values, slot >= 0, BLOCK_TOKENS, DIM)
         else:
-            tl.store(v_cache + block * v_block_stride + at, values, mask=inside)
+            store_vector(v_cache, v_part, index, columns, values, slot >= 0, BLOCK_TOKENS, DIM)
 
 
 @triton.jit
@@ -80,19 +87,19 @@ def prepare(
     """See `swell.kernels.qkv.prepare`."""
     k_cache, v_cache = caches
     weights = norms or (qkv, qkv)
-    is_known = qkv.dtype in TYPES and all(x.dtype == qkv.dtype for x in caches)
     kinds = {weight.dtype for weight in weights}
-    if not is_known or kinds not in ({qkv.dtype}, {torch.float32}):
+    if not is_computed(qkv, k_cache) or kinds not in ({qkv.dtype}, {torch.float32}):
         return reference.prepare(qkv, norms, eps, cos, sin, caches, slot_mapping)
-    assert qkv.stride(1) == 1 and k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
-    _, kv_heads, block_tokens, head_dim = k_cache.shape
+    assert qkv.stride(1) == 1 and k_cache.dtype == v_cache.dtype
+    (_, kv_heads, block_tokens), head_dim = k_cache.shape[:3], head_dim_of(k_cache)
     tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
     q = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if tokens:
         # Without fused multiply-adds the rotation is equal to that of `kernels/rope.py` bit for
         # bit.
         _prepare[(tokens, heads + 2 * kv_heads)](
-            qkv, *weights, cos.contiguous(), sin.contiguous(), k_cache, v_cache, slot_mapping, q,
+            qkv, *weights, cos.contiguous(), sin.contiguous(),
+            as_pointer(k_cache), as_pointer(v_cache), slot_mapping, q,
             qkv.stride(0), k_cache.stride(0), v_cache.stride(0), eps,
             heads, kv_heads, block_tokens, head_dim, cos.shape[1], norms is not None,
             BLOCK=triton.next_power_of_2(head_dim), num_warps=1, enable_fp_fusion=False,

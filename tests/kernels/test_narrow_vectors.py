@@ -22,7 +22,10 @@ for argument; do
 done
 exec ${CXX:-g++} "$@"
 """
-FILES = ("elementwise", "paged_attention", "linear", "quantized", "sample", "logprobs", "bitmask")
+FILES = (
+    *("elementwise", "paged_attention", "quantized_cache", "linear", "quantized", "sample"),
+    *("logprobs", "bitmask"),
+)
 """The tests of kernels that use vectors."""
 
 

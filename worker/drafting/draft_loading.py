@@ -30,6 +30,7 @@ from swell.worker.hf_config import load_config, max_positions, resolve_dtype
 from swell.worker.hf_config import max_model_len as max_length
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import checkpoint_names, load_weight_shards, load_weights
+from swell.worker.memory import kv_cache
 from swell.worker.model_interfaces import HasKVCache, Model, SupportsLayerTaps
 from swell.worker.models import build_model, resolve_ties
 from swell.worker.models.text_part import text_names
@@ -95,6 +96,7 @@ class _Loading:
         self._mesh, self._progress, self._device = mesh, progress, mesh.device
         self._config = _model_config(config.model, config.drafts.model)
         self._max_len = max_length(config.model, self._text_config)
+        self._cache_dtype = partial(kv_cache.cache_dtype, config.cache)
 
     def load_small_model(self) -> NoDraftModel:
         hf_config = load_config(self._config)
@@ -111,7 +113,9 @@ class _Loading:
         loaded = load_weights(model, self._config, self._on_loaded)
         self._finish(model)
         make_runner = partial(DraftRunner, model, self._served.enforce_eager)
-        return DraftModel(model, dtype, loaded.nbytes, loaded.mapped_bytes, make_runner)
+        return DraftModel(
+            model, self._cache_dtype(dtype), loaded.nbytes, loaded.mapped_bytes, make_runner
+        )
 
     def load_head(self, method: str) -> NoDraftModel:
         """Loads an EAGLE head. Every worker of the last stage computes what a head reads; only the
@@ -132,7 +136,9 @@ class _Loading:
         if isinstance(head, Eagle3Model):
             self._check_offsets(head)
         self._finish(head)
-        return DraftModel(head, dtype, nbytes, 0, partial(EagleRunner, head), reads_hidden=True)
+        return DraftModel(
+            head, self._cache_dtype(dtype), nbytes, 0, partial(EagleRunner, head), reads_hidden=True
+        )
 
     def load_mtp_layer(self) -> NoDraftModel:
         """Loads an MTP layer, like `load_head`; the layer may be among the target model's own
@@ -148,7 +154,14 @@ class _Loading:
         nbytes += self._borrow(layer)
         layer.check()
         self._finish(layer)
-        return DraftModel(layer, dtype, nbytes, 0, partial(EagleRunner, layer), reads_hidden=True)
+        return DraftModel(
+            layer,
+            self._cache_dtype(dtype),
+            nbytes,
+            0,
+            partial(EagleRunner, layer),
+            reads_hidden=True,
+        )
 
     def _tap_layers(self) -> None:
         layers = layers_read(load_config(self._config), self._text_config.num_hidden_layers)

@@ -65,25 +65,25 @@ class DraftModel(NoDraftModel):
     def __init__(
         self,
         model: HasKVCache,
-        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
         nbytes: int,
         mapped_bytes: int,
         make_runner: MakeRunner,
         reads_hidden: bool = False,
     ) -> None:
         super().__init__(reads_hidden)
-        self._model, self._dtype, self._make_runner = model, dtype, make_runner
+        self._model, self._cache_dtype, self._make_runner = model, cache_dtype, make_runner
         self.nbytes, self.mapped_bytes = nbytes, mapped_bytes
         self.modules = (model,)
 
     def block_bytes(self, block_tokens: int) -> int:
         layers = self._model.attention_layers()
-        return kv_cache.bytes_per_block(layers, block_tokens, self._dtype)
+        return kv_cache.bytes_per_block(layers, block_tokens, self._cache_dtype)
 
     def allocate(self, num_blocks: int, block_tokens: int, device: torch.device) -> list[Tensor]:
         layers = self._model.attention_layers()
-        kv_cache.allocate(layers, num_blocks, block_tokens, self._dtype, device)
-        return [cache for layer in layers for cache in (layer.k_cache, layer.v_cache)]
+        kv_cache.allocate(layers, num_blocks, block_tokens, self._cache_dtype, device)
+        return [cache for layer in layers for cache in layer.caches]
 
     def unbind_cache(self) -> None:
         for layer in self._model.attention_layers():

@@ -9,9 +9,55 @@ import torch
 
 from swell.configs.runtime.process import available_memory_bytes
 from swell.configs.scheduler import SchedulerConfig
-from swell.configs.schema import CacheConfig
+from swell.configs.schema import CacheConfig, Config
+from swell.kernels.attention import LIMITS, SCALE_BYTES, cache_width
 from swell.worker.layers.attention import Attention
 from swell.worker.memory import host_memory
+
+_QUANTIZED = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Value of `cache.dtype` -> the type of the caches."""
+
+
+def cache_dtype(cache: CacheConfig, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which K and V are stored; `dtype`: the model's."""
+    return _QUANTIZED.get(cache.dtype, dtype)
+
+
+def copied_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type as which caches of this type are copied to other memory."""
+    return torch.int8 if dtype in LIMITS else dtype
+
+
+def refuse_unquantizable(
+    config: Config, layers: Sequence[Attention], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Raises `ValueError` if the KV cache of a model cannot have the configured type; `dtype`: the
+    model's."""
+    if config.cache.dtype not in _QUANTIZED:
+        return
+    key, or_not = f"cache.dtype={config.cache.dtype}", "or set cache.dtype=auto"
+    if not keeps_kv(layers):
+        raise ValueError(
+            f"{key}: tokens of this model attend to later tokens, so a text is computed in one "
+            "step, and no K and V are kept; set cache.dtype=auto"
+        )
+    if device.type != "cuda":
+        return
+    if dtype == torch.float32:
+        raise ValueError(
+            f"{key}: a GPU needs model.dtype=bfloat16 or float16 for it, but the type of this "
+            f"model is float32; set model.dtype, {or_not}"
+        )
+    if config.model.exact:
+        raise ValueError(
+            f"{key}: a GPU does not compute attention over it exactly; set model.exact=false, "
+            f"{or_not}"
+        )
+    if odd := [layer.head_dim for layer in layers if layer.head_dim % SCALE_BYTES]:
+        raise ValueError(
+            f"{key}: the model has attention heads of {odd[0]}, but a GPU needs a multiple of "
+            f"{SCALE_BYTES} for it; use model.device=cpu, {or_not}"
+        )
 
 
 def keeps_kv(layers: Sequence[Attention]) -> bool:
@@ -29,10 +75,10 @@ def blocks_of_steps(scheduler: SchedulerConfig, block_tokens: int) -> int:
 
 
 def bytes_per_block(layers: Sequence[Attention], block_tokens: int, dtype: torch.dtype) -> int:
-    """Returns the bytes of one block in all layers, K and V together."""
+    """Returns the bytes of one block in all layers, K and V together. `dtype`: of the caches."""
     if not keeps_kv(layers):
         layers = layers[:1]
-    elements = sum(layer.kv_heads * layer.head_dim for layer in layers)
+    elements = sum(layer.kv_heads * cache_width(layer.head_dim, dtype) for layer in layers)
     return 2 * elements * block_tokens * dtype.itemsize
 
 
@@ -86,13 +132,16 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Binds a zeroed cache of `num_blocks` blocks to every layer. On CPU it takes memory when it is
-    written.
+    """Binds a zeroed cache of `num_blocks` blocks to every layer; `dtype`: of the caches. On CPU it
+    takes memory when it is written.
 
     Layers that do not keep K and V are equal, and share one cache in turn.
     """
     own = layers if keeps_kv(layers) else layers[:1]
-    shapes = [(num_blocks, layer.kv_heads, block_tokens, layer.head_dim) for layer in own]
+    shapes = [
+        (num_blocks, layer.kv_heads, block_tokens, cache_width(layer.head_dim, dtype))
+        for layer in own
+    ]
     both = [shape for shape in shapes for _ in ("keys", "values")]
     caches = cycle(host_memory.zeros(both, dtype, device))
     for layer in layers:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import MAX_HEAD_DIM, AttentionMetadata
+from swell.kernels.attention import LIMITS, MAX_HEAD_DIM, AttentionMetadata
 from swell.kernels.reference import attention as reference
 from swell.kernels.reference.attention import Scoring
-from swell.kernels.triton import TYPES
 from swell.kernels.triton.attention import exact, splits
 from swell.kernels.triton.attention.cache import write_kv
 from swell.kernels.triton.attention.launch import Call
+from swell.kernels.triton.attention.vectors import is_computed
 
 __all__ = ["paged_attention", "write_kv"]
 
@@ -29,13 +29,13 @@ def paged_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `swell.kernels.attention.paged_attention`."""
-    is_computed = q.dtype in TYPES and q.dtype == k_cache.dtype == v_cache.dtype
-    if not is_computed or q.shape[2] > MAX_HEAD_DIM:
+    is_exact_of_8_bits = meta.exact and k_cache.dtype in LIMITS
+    if q.shape[2] > MAX_HEAD_DIM or is_exact_of_8_bits or not is_computed(q, k_cache):
         return reference.paged_attention(
             q, k_cache, v_cache, meta,
             scale=scale, window=window, softcap=softcap, lookahead=lookahead, sinks=sinks,
         )  # fmt: skip
-    assert k_cache[0].is_contiguous() and v_cache[0].is_contiguous()
+    assert k_cache.dtype == v_cache.dtype
     assert meta.block_table.stride(1) == 1
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
+from swell.kernels.attention import LIMITS, WHOLE_ROW, AttentionMetadata
 from swell.kernels.reference.attention import Scoring
+from swell.kernels.triton.attention.vectors import as_pointer
 
 PROGRAMS = 512
 """The number of programs up to which the keys of a query block are divided among programs: about
@@ -34,6 +35,10 @@ class Call(NamedTuple):
         return self.q.shape[1] // self.k_cache.shape[1]
 
     @property
+    def is_quantized(self) -> bool:
+        return self.k_cache.dtype in LIMITS
+
+    @property
     def block_dim(self) -> int:
         return power(self.q.shape[2])
 
@@ -46,6 +51,14 @@ class Call(NamedTuple):
         """Returns the number of programs if no keys are divided."""
         blocks = len(self.q) // (block_m // self.group) + len(self.meta.context_tokens)
         return blocks * self.k_cache.shape[1]
+
+    def _keys(self, block_m: int) -> int:
+        """Returns the number of keys of a tile: as many as fit into the registers of a program.
+        Quantized ones are converted in registers."""
+        if self.q.dtype == torch.float32:
+            return 16
+        is_large = self.block_dim > 128 or block_m * self.block_dim > 64 * 64
+        return (32 if is_large else 64) // (2 if self.is_quantized else 1)
 
     def buffers(self, programs: int) -> tuple[Tensor, Tensor, Tensor]:
         """Returns tensors for the sums of programs that divide keys, not initialized: acc
@@ -66,23 +79,17 @@ class Call(NamedTuple):
     ) -> None:
         """`own`: the arguments that only this kernel has, and options of the compiler."""
         q, k_cache, v_cache, meta, (scale, window, softcap, lookahead, sinks) = self
-        _, kv_heads, block_tokens, head_dim = k_cache.shape
+        (_, kv_heads, block_tokens), head_dim = k_cache.shape[:3], q.shape[2]
         kernel[(self.programs(block_m) // kv_heads, kv_heads, programs)](
-            q, k_cache, v_cache, meta.query_start, meta.context_tokens, meta.block_table, sinks,
+            q, as_pointer(k_cache), as_pointer(v_cache),
+            meta.query_start, meta.context_tokens, meta.block_table, sinks,
             out, *buffers, len(q), len(meta.context_tokens), q.stride(0), q.stride(1),
             k_cache.stride(0), v_cache.stride(0), meta.block_table.stride(0), scale,
             window or WHOLE_ROW, softcap, lookahead, kv_heads, self.group, head_dim, block_tokens,
-            block_m, _keys_of(q.dtype, block_m, self.block_dim), self.block_dim, **own,
+            block_m, self._keys(block_m), self.block_dim, **own,
         )  # fmt: skip
 
 
 def power(size: int) -> int:
     """Returns the power of two that is not below a size, at least 16: a product needs that."""
     return max(16, triton.next_power_of_2(size))
-
-
-def _keys_of(dtype: torch.dtype, block_m: int, block_dim: int) -> int:
-    """Returns the number of keys of a tile: as many as fit into the registers of a program."""
-    if dtype == torch.float32:
-        return 16
-    return 32 if block_dim > 128 or block_m * block_dim > 64 * 64 else 64

@@ -100,7 +100,10 @@ def attend(call: Call, out: Tensor) -> None:
     most_splits = max(1, min(MAX_SPLITS, launch.PROGRAMS // call.programs(block_m)))
     splits = 1 << most_splits.bit_length() - 1  # a power of two
     buffers = call.buffers(splits)
-    call.launch(_attend, out, buffers, block_m, splits, SPLITS=splits, num_warps=4, num_stages=2)
+    warps, stages = (8, 1) if call.is_quantized else (4, 2)  # conversions take registers
+    call.launch(
+        _attend, out, buffers, block_m, splits, SPLITS=splits, num_warps=warps, num_stages=stages
+    )
     if splits > 1:
         _merge[(tokens * heads,)](
             *buffers, out, tokens * heads, head_dim, splits, call.block_dim, num_warps=4

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from swell.kernels.triton.attention.vectors import is_quantized, load_vectors, part_size
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -71,14 +73,20 @@ def attend_tiles(
         key = tile + tl.arange(0, BLOCK_N)  # [BLOCK_N] positions
         is_key = key < context
         block = tl.load(entries + key // BLOCK_TOKENS, mask=is_key, other=0).to(tl.int64)
-        offset = (kv_head * BLOCK_TOKENS + key % BLOCK_TOKENS) * DIM
+        part = kv_head * part_size(k_cache.dtype.element_ty, BLOCK_TOKENS, DIM)
+        index, v_part = key % BLOCK_TOKENS, block * v_block_stride + part
         # Entries of the cache after the context may contain anything, even NaN.
-        loaded = is_key[:, None] & (column < DIM)[None, :]
-        k_at = (block * k_block_stride + offset)[:, None] + column[None, :]
-        v_at = (block * v_block_stride + offset)[:, None] + column[None, :]
-        keys = tl.load(k_cache + k_at, mask=loaded, other=0.0)
-        values = tl.load(v_cache + v_at, mask=loaded, other=0.0)
+        keys, key_scales = load_vectors(
+            k_cache, block * k_block_stride + part, index, is_key, column, queries.dtype,
+            BLOCK_TOKENS, DIM,
+        )  # fmt: skip
+        if not is_quantized(v_cache.dtype.element_ty):
+            values, _ = load_vectors(
+                v_cache, v_part, index, is_key, column, queries.dtype, BLOCK_TOKENS, DIM
+            )
         s = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
+        if is_quantized(k_cache.dtype.element_ty):
+            s *= key_scales[None, :]
         if SOFTCAP > 0:
             s = SOFTCAP * (2.0 * tl.sigmoid(2.0 * s / SOFTCAP) - 1.0)  # tanh
         seen = key[None, :] <= position[:, None] + LOOKAHEAD
@@ -89,6 +97,13 @@ def attend_tiles(
         p = tl.exp2(s - shift[:, None])
         fade = tl.exp2(m - shift)
         total = total * fade + tl.sum(p, 1)
+        if is_quantized(v_cache.dtype.element_ty):
+            # They are converted in registers, which the keys have left by now.
+            values, scales = load_vectors(
+                v_cache, v_part, index, is_key, column, queries.dtype, BLOCK_TOKENS, DIM
+            )
+            # Not the weights are scaled: many would be below the smallest numbers of float16.
+            values = (values.to(tl.float32) * scales[:, None]).to(values.dtype)
         acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         m = m_next
     return m, total, acc

@@ -37,6 +37,7 @@ from tests.kernels.triton import (
     test_penalties,
     test_qkv,
     test_quantized,
+    test_quantized_cache,
     test_rope,
     test_sample,
 )
@@ -62,6 +63,8 @@ BUDGETS = {
             test_attention.launches(dtype),
             test_exact_attention.launches(dtype),
             test_cache.launches(dtype),
+            test_quantized_cache.launches(dtype),
+            test_quantized_cache.write_launches(dtype),
         ),
         100 << 10,
     ),
@@ -76,7 +79,9 @@ BUDGETS = {
     "moe": Budget(test_moe.launches, 110 << 10),
     "norm": Budget(test_norm.launches, 128),
     "penalties": Budget(test_penalties.launches, 4 << 10),
-    "qkv": Budget(test_qkv.launches, 0),
+    "qkv": Budget(
+        lambda dtype: chain(test_qkv.launches(dtype), test_quantized_cache.qkv_launches(dtype)), 0
+    ),
     "rope": Budget(test_rope.launches, 0),
     "sample": Budget(test_sample.launches, 16 << 10),
 }

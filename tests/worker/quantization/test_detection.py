@@ -246,6 +246,20 @@ def test_the_log_names_the_method_and_unused_scales(
     ]
 
 
+def test_a_declared_type_of_the_cache_is_accepted(folder: Path) -> None:
+    """The scales of `cache.dtype` are computed, so those of the checkpoint are not needed."""
+    tensors = load_file(folder / WEIGHTS)
+    stored, _ = writers.FORMATS["ct-fp8-channel"].write(tensors.pop(UP))
+    parts = {UP.removesuffix(".weight") + suffix: part for suffix, part in stored.items()}
+    for layer in ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale"):
+        parts[f"model.layers.0.self_attn.{layer}"] = torch.ones(1)
+    save_file({**tensors, **parts}, folder / WEIGHTS)
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+    declared = {**writers.FORMATS["ct-fp8-channel"].config, "kv_cache_scheme": scheme}
+    change_config(folder, quantization_config=declared)
+    load(folder, "native")
+
+
 def test_neutral_values_mean_no_quantization(folder: Path) -> None:
     change_config(folder, quantization_config=None, compression_config={})
     values = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
