@@ -33,6 +33,10 @@ class Traits(NamedTuple):
 
 
 class Graph(Protocol):
+    computes_torch: bool
+    """Whether a replay computes torch's own arithmetic by other code. The first replay should then
+    be compared with what the function computes."""
+
     def replay(self, *sizes: int) -> None:
         """Computes the first rows of the captured results from the current values of the inputs.
         `sizes` are the numbers of rows, in the order of the capture's sizes; a graph with fixed

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, AttentionMetadata, head_dim_of
+from swell.kernels.attention import AttentionMetadata
 from swell.kernels.cpu.build import TYPES
 from swell.kernels.cpu.capture.recording import FLOAT, INT, POINTER, Function
+from swell.kernels.host.cache_format import LIMITS, head_dim_of
 from swell.kernels.reference import attention as reference
 
 _attention = Function(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.capture.recording import FLOAT, INT, POINTER, UnrecordedFunction
 
-_call = library().swell_bitmask
-_call.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_float, *[ctypes.c_int64] * 4]
-_call.restype = None
+_call = UnrecordedFunction("swell_bitmask", *[POINTER] * 3, FLOAT, *[INT] * 4)
 
 
 def apply_bitmask(logits: Tensor, bitmask: Tensor, rows: Tensor, value: float) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.capture.recording import INT, POINTER, Function
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 
 SLOT_BYTES = 1 << 20
 """The largest part of a tensor that is exchanged at a time. A rank has two slots."""
@@ -76,8 +76,7 @@ class Exchange:
         )
         self.set_timeout(timeout_s)
         self._address = ctypes.addressof(self._state)
-        self._abort = library().swell_abort_exchange
-        self._abort.argtypes, self._abort.restype = [POINTER], None
+        self._abort = UnrecordedFunction("swell_abort_exchange", POINTER)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Sets how long an operation waits for a rank, in seconds."""

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
-from swell.kernels.cpu.capture.recording import INT, POINTER, Function
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 from swell.kernels.host.step_columns import check_bucket, check_room, outside
 from swell.kernels.inputs import Bucket, Gather, Inputs, Sizes
 
@@ -34,8 +33,7 @@ class _Arguments(ctypes.Structure):
 
 
 _UNPADDED = Bucket(0, 0, 0, 0)
-_gather = library().swell_gather_inputs
-_gather.argtypes, _gather.restype = [POINTER, INT], INT
+_gather = UnrecordedFunction("swell_gather_inputs", POINTER, INT, result=INT)
 _write = Function(
     "swell_write_tokens",
     "count",

@@ -3,14 +3,12 @@ neighbouring outputs."""
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.capture.recording import INT, POINTER, Function
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
@@ -60,10 +58,7 @@ _QUANTIZED = {
 _quantized_linear = Function("swell_quantized_linear", "rows", **_QUANTIZED)
 _quantized_linear_argmax = Function("swell_quantized_linear_argmax", "rows", **_QUANTIZED)
 _quantized_embedding = Function("swell_quantized_embedding", "rows", **_QUANTIZED)
-_panel = library().swell_linear_panel
-_panel.restype = ctypes.c_int64
-
-PANEL = _panel()
+PANEL = UnrecordedFunction("swell_linear_panel", result=INT)()
 """The number of outputs of one panel."""
 
 

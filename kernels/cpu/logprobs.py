@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.capture.recording import INT, POINTER, UnrecordedFunction
 from swell.kernels.logprobs import LogprobsTensors
 
-_call = library().swell_rank
-_call.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 4, *[ctypes.c_void_p] * 3]
-_call.restype = None
+_call = UnrecordedFunction("swell_rank", *[POINTER] * 2, *[INT] * 4, *[POINTER] * 3)
 
 
 def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import TYPES, library
-from swell.kernels.cpu.capture.recording import INT, POINTER, Function
+from swell.kernels.cpu.build import TYPES
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 from swell.kernels.lora import LoraLayer, LoraTokens, LoraWeights
 from swell.kernels.reference import lora as reference
 
@@ -22,13 +22,8 @@ _lora = Function(
 )
 
 
-def _step(name: str) -> int:
-    function = getattr(library(), name)
-    function.restype = ctypes.c_int64
-    return int(function())
-
-
-_RANK_STEP, _OUT_STEP = _step("swell_lora_rank_step"), _step("swell_lora_out_step")
+_RANK_STEP = UnrecordedFunction("swell_lora_rank_step", result=INT)()
+_OUT_STEP = UnrecordedFunction("swell_lora_out_step", result=INT)()
 
 
 class _Adapter(ctypes.Structure):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.capture.recording import INT, POINTER, UnrecordedFunction
 
-_apply, _count = library().swell_penalties, library().swell_count
-_apply.argtypes = [*[ctypes.c_void_p] * 8, *[ctypes.c_int64] * 3]
-_count.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2]
-_apply.restype = _count.restype = None
+_apply = UnrecordedFunction("swell_penalties", *[POINTER] * 8, *[INT] * 3)
+_count = UnrecordedFunction("swell_count", *[POINTER] * 4, *[INT] * 2)
 
 
 def apply_penalties(

@@ -177,12 +177,18 @@ int64_t sample_token(Scratch& scratch, const float* logits, int64_t vocab, const
 
 }  // namespace
 
-// logits: rows `stride` apart.
-SWELL_API void swell_greedy(const float* logits, int64_t rows, int64_t vocab, int64_t stride,
-                            int64_t* out, float* max_logits) {
-  parallel_for_each(rows, rows * vocab / 2, [=](int64_t row) {
-    const Top best = first_largest(logits + row * stride, vocab);
-    out[row] = best.at, max_logits[row] = best.value;
+struct GreedyArgs {
+  const float* logits;  // rows `stride` apart
+  int64_t* out;
+  float* max_logits;
+  int64_t rows, vocab, stride;
+};
+
+SWELL_API void swell_greedy(const GreedyArgs* args) {
+  const GreedyArgs a = *args;
+  parallel_for_each(a.rows, a.rows * a.vocab / 2, [=](int64_t row) {
+    const Top best = first_largest(a.logits + row * a.stride, a.vocab);
+    a.out[row] = best.at, a.max_logits[row] = best.value;
   });
 }
 

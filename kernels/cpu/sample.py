@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 from torch import Tensor
 
-from swell.kernels.cpu.build import library
+from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 from swell.kernels.reference import sample as reference
 
-_greedy, _sample, _noise = (
-    getattr(library(), f"swell_{name}") for name in ("greedy", "sample", "noise")
+_greedy = Function(
+    "swell_greedy",
+    "rows",
+    **dict.fromkeys(("logits", "out", "max_logits"), POINTER),
+    **dict.fromkeys(("rows", "vocab", "stride"), INT),
 )
-_greedy.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, *[ctypes.c_void_p] * 2]
-_sample.argtypes = [*[ctypes.c_void_p] * 7, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
-_noise.argtypes = [*[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-_greedy.restype = _sample.restype = _noise.restype = None
-_Strides = ctypes.c_int64 * 6
+_sample = UnrecordedFunction("swell_sample", *[POINTER] * 7, *[INT] * 2, *[POINTER] * 2)
+_noise = UnrecordedFunction("swell_noise", *[POINTER] * 2, *[INT] * 3, POINTER)
+_Strides = INT * 6
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -39,8 +38,9 @@ def greedy_sample(logits: Tensor) -> tuple[Tensor, Tensor]:
     assert logits.stride(1) == 1
     out, max_logits = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
     _greedy(
-        logits.data_ptr(), *logits.shape, logits.stride(0), out.data_ptr(), max_logits.data_ptr()
-    )
+        logits.data_ptr(), out.data_ptr(), max_logits.data_ptr(), *logits.shape, logits.stride(0),
+        used=(logits, out, max_logits),
+    )  # fmt: skip
     return out, max_logits
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, AttentionMetadata
+from swell.kernels.attention import AttentionMetadata
+from swell.kernels.host.cache_format import LIMITS
 from swell.kernels.reference import quantized_cache
 from swell.kernels.reference.padding import without_padding
 

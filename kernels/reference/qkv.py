@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from swell.kernels.attention import head_dim_of, write_kv
+from swell.kernels.attention import write_kv
+from swell.kernels.host.cache_format import head_dim_of
 from swell.kernels.norm import rms_norm
 from swell.kernels.rope import apply_rope
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, SCALE_BYTES, SMALLEST, head_dim_of
+from swell.kernels.host.cache_format import LIMITS, SCALE_BYTES, SMALLEST, head_dim_of
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,8 @@ TRAITS = Traits(has_fixed_sizes=True, accepts_torch=True, is_asynchronous=True)
 
 
 class CudaGraph:
+    computes_torch = False
+
     def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         self._graph = graph
         self.pool = pool

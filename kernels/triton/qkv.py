@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import head_dim_of
+from swell.kernels.host.cache_format import head_dim_of
 from swell.kernels.reference import qkv as reference
 from swell.kernels.triton.attention.vectors import (
     as_pointer,

@@ -29,7 +29,7 @@ GPU_WITHOUT_COMPILER = (
     "os.environ.update(PATH='', CC='')"
 )
 """Lets a process have a GPU, and no compiler with which Triton could launch kernels."""
-HELPERS = {"arena", "build", "exchange", "graph", "padding"}
+HELPERS = {"build", "capture", "exchange", "graph", "padding", "quantized", "quantized_cache"}
 """Modules of backends that implement no operation."""
 
 

@@ -14,7 +14,9 @@ from swell.kernels.graph import NotCapturableError, capture
 from swell.kernels.linear import embedding, linear, pack
 from swell.kernels.norm import add_rms_norm, rms_norm
 from swell.kernels.rope import apply_rope
+from swell.kernels.sample import greedy_sample
 from tests.kernels.load import load_backend
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +143,36 @@ def test_a_chain_uses_only_the_memory_of_its_widest_step(length, size):
     # each buffer is the input of the next step
     buffers = [Lifetime(i, i + 1, size) for i in range(length)]
     assert assign_offsets(buffers)[1] <= 2 * (size + ALIGNMENT)
+
+
+def test_functions_that_cannot_be_recorded_refuse_a_recording():
+    """They would run once, on tensors that nothing has computed."""
+    from swell.kernels.bitmask import apply_bitmask
+    from swell.kernels.logprobs import rank_tokens
+    from swell.kernels.sample import uniform_noise
+
+    logits, ids = torch.zeros(ROWS, 32), torch.zeros(ROWS, dtype=torch.int64)
+    mask = torch.zeros(ROWS, 1, dtype=torch.int32)
+    for refused in (
+        lambda: [apply_bitmask(logits, mask, ids, -1.0)],
+        lambda: list(rank_tokens(logits, ids, 2)),
+        lambda: [uniform_noise(ids, ids)],
+    ):
+        with pytest.raises(NotCapturableError, match="cannot be recorded"):
+            capture(refused, "cpu", ROWS)
+
+
+def test_largest_logits_are_recorded():
+    table, ids = torch.randn(40, 24), torch.zeros(ROWS, dtype=torch.int64)
+    results, graph = capture(lambda: list(greedy_sample(embedding(ids, table))), "cpu", ROWS)
+    ids.copy_(torch.randperm(40)[:ROWS])
+    graph.replay(3)
+    for result, expected in zip(results, greedy_sample(table[ids[:3]]), strict=True):
+        assert torch.equal(result[:3], expected)
+
+
+def test_only_recorded_functions_call_the_library():
+    """Any other call would be computed once, during a capture, and never again."""
+    folder = ROOT / "kernels" / "cpu"
+    callers = [path.name for path in folder.rglob("*.py") if "library()" in path.read_text()]
+    assert sorted(callers) == ["build.py", "recording.py"]

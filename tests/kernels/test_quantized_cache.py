@@ -9,14 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import (
-    LIMITS,
-    SCALE_BYTES,
-    WHOLE_ROW,
-    AttentionMetadata,
-    cache_width,
-    head_dim_of,
-)
+from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
+from swell.kernels.host.cache_format import LIMITS, SCALE_BYTES, cache_width, head_dim_of
 from swell.kernels.reference import quantized_cache
 from tests.kernels.load import load_backend
 from tests.kernels.test_paged_attention import MIXED, Case, by_definition, close

@@ -86,6 +86,8 @@ class FixedGraphs:
 
 
 class FixedGraph:
+    computes_torch = False
+
     def __init__(
         self,
         graphs: FixedGraphs,

@@ -10,7 +10,7 @@ import torch
 from swell.configs.runtime.process import available_memory_bytes
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig, Config
-from swell.kernels.attention import LIMITS, SCALE_BYTES, cache_width
+from swell.kernels.host.cache_format import LIMITS, SCALE_BYTES, cache_width
 from swell.worker.layers.attention import Attention
 from swell.worker.memory import host_memory
 

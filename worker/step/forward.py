@@ -9,10 +9,12 @@ replays the captured operations: on a CPU with the largest sizes, on a GPU once 
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from swell.kernels.graph import NotCapturableError, Traits, can_capture, capture, traits
@@ -31,6 +33,10 @@ from swell.worker.step.layer_taps import NO_TAPS
 from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput
 
+_log = logging.getLogger("swell.worker")
+_ROUNDING = {torch.float64: 1e-2, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
+"""How much replayed results may differ from the model's, relative to their mean magnitude. A wrong
+operation changes them by more than that."""
 MAX_SAMPLES = 128
 """A step with more samples is not captured on a CPU: its Python overhead hardly matters, and its
 logits take memory."""
@@ -180,7 +186,9 @@ class CapturedForward(Forward):
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        self._replayed = self._find(batch, head)
+        self._replayed = captured = self._find(batch, head)
+        if captured is not None and captured.is_unchecked and not captured.equals_model(batch):
+            self._stop_capturing()
         if self._replayed is None:
             return super().hidden(batch, intermediate, head)
         self._mesh.check()  # a replay would not notice that its groups were aborted
@@ -188,6 +196,14 @@ class CapturedForward(Forward):
         if not self._traits.is_asynchronous:
             self._mesh.check()  # nor that an operation of its groups has failed
         return results
+
+    def _stop_capturing(self) -> None:
+        _log.warning(
+            "replayed steps differ from the model's, so steps are computed without captures: they "
+            "are correct, and slower"
+        )
+        self.drop_captures()
+        self._capturable = False
 
     def take_layer_inputs(self) -> list[Tensor]:
         return self._replayed.layer_inputs if self._replayed else super().take_layer_inputs()
@@ -213,7 +229,10 @@ class CapturedForward(Forward):
             forward, received = Forward(self._model, self._states), self._received(batch)
             args = forward, batch, received, head, self._traits
             try:
-                self._captured[key] = _CapturedSteps(*args)
+                self._captured[key] = captured = _CapturedSteps(*args)
+                if captured.is_unchecked and self._mesh.tensor.size > 1:
+                    # A check would run operations of the group, which other workers may not run.
+                    raise NotCapturableError("torch's operations together with those of a group")
             except NotCapturableError:
                 self._mesh.check()  # the reason may be that the groups were aborted
                 has_peers = self._mesh.shares_experts or self._mesh.tensor.size > 1
@@ -288,6 +307,15 @@ class _FixedSteps:
         """Number of operations computed without calling the model. May be read from any thread."""
         return 0
 
+    @property
+    def is_unchecked(self) -> bool:
+        """Whether `equals_model` should be called before the first step."""
+        return False
+
+    def equals_model(self, batch: InputBatch) -> bool:
+        """Computes the batch with the model and with a replay, and returns whether they agree."""
+        return True
+
     def _refresh(self, sizes: Sizes) -> None:
         """Sets the results to those of a step of these sizes."""
         raise NotImplementedError
@@ -328,10 +356,26 @@ class _CapturedSteps(_FixedSteps):
         super().__init__(*args)
         device = self._batch.inputs.input_ids.device.type
         self._results, self._graph = capture(self._compute, device, *self.sizes[:3])
+        self._is_checked = False
 
     @property
     def progress(self) -> int:
         return self._graph.progress
+
+    @property
+    def is_unchecked(self) -> bool:
+        return self._graph.computes_torch and not self._is_checked
+
+    def equals_model(self, batch: InputBatch) -> bool:
+        self._is_checked = batch.num_samples > 0  # otherwise there are no results to compare
+        if not self._is_checked:
+            return True
+        forward, head = self._forward, self._head
+        hidden = forward.hidden(batch, self._intermediate, head)
+        found = [hidden, *forward.take_layer_inputs()]
+        found += forward.head(head, hidden, batch)
+        replayed: list[Any] = [self.run(batch), *self.layer_inputs, *self.head_output]
+        return all(_agree(*pair) for pair in zip(found, replayed, strict=True))
 
     def _refresh(self, sizes: Sizes) -> None:
         self._graph.replay(*sizes[:3])
@@ -343,6 +387,16 @@ class _RepeatedSteps(_FixedSteps):
 
     def _refresh(self, sizes: Sizes) -> None:
         self._results, self._views = self._compute(), {}
+
+
+def _agree(a: Tensor, b: Tensor) -> bool:
+    """Whether floats are equal, except for rounding. Integers are not compared: of nearly equal
+    logits another one may be the largest, and the logits are compared."""
+    if not a.is_floating_point():
+        return True
+    magnitude = float(a.float().nan_to_num().square().mean().sqrt())
+    bound = _ROUNDING[a.dtype] * magnitude + 1e-6
+    return torch.allclose(a.float(), b.float(), rtol=0, atol=bound, equal_nan=True)
 
 
 def _sizes_of_capture(batch: InputBatch) -> Sizes:

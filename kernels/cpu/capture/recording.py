@@ -51,6 +51,7 @@ class Recording:
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self._sizes = sizes
+        self.computes_torch = False
         self._recorded_calls: list[_RecordedCall] = []
         self.rows: dict[int, int] = {}
         """The storages of tensors that calls with rows use -> the number of rows of the first."""
@@ -58,6 +59,10 @@ class Recording:
         self._current_sizes = (INT * len(sizes))()
         self._replay = _Replay(sizes=ctypes.addressof(self._current_sizes))
         self._address = ctypes.addressof(self._replay)
+
+    def note_arithmetic(self) -> None:
+        """Notes that a recorded call computes torch's own arithmetic."""
+        self.computes_torch = True
 
     def record(
         self,
@@ -184,5 +189,21 @@ class Function:
         return arguments
 
 
-_replay = library().swell_replay
-_replay.argtypes, _replay.restype = [POINTER], None
+class UnrecordedFunction:
+    """A function of the compiled library that cannot be recorded."""
+
+    def __init__(self, name: str, *arguments: Any, result: Any = None) -> None:
+        """`arguments`, `result`: the types of ctypes."""
+        self.name = name
+        self._run = getattr(library(), name)
+        self._run.argtypes, self._run.restype = arguments, result
+
+    def __call__(self, *values: Any) -> Any:
+        """Raises `NotCapturableError` during a recording: the function would run once, on tensors
+        that nothing has computed, and never in a replay."""
+        if _current.recording is not None:
+            raise NotCapturableError(f"{self.name} cannot be recorded")
+        return self._run(*values)
+
+
+_replay = UnrecordedFunction("swell_replay", POINTER)

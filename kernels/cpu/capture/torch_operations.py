@@ -38,7 +38,7 @@ class Step:
 
     def __init__(self, recording: Recording, sizes: tuple[int, ...]) -> None:
         """`sizes`: the numbers of rows."""
-        self._recording, self._sizes = recording, sizes
+        self.recording, self._sizes = recording, sizes
         self.made: list[Tensor] = []
         """The tensors that were made during the recording."""
         self._is_constant: dict[int, bool] = {}
@@ -92,7 +92,7 @@ class Step:
 
     def _rows(self, tensor: Tensor) -> int:
         """Returns the number of rows of a tensor that is not constant."""
-        known = self._recording.rows.get(_storage(tensor)) if self.is_made(tensor) else None
+        known = self.recording.rows.get(_storage(tensor)) if self.is_made(tensor) else None
         if known is not None:
             return known
         sizes = self.sizes_in(tensor)
@@ -187,6 +187,8 @@ def record_pointwise(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
             if operation != "copy" and each.dim() and not each.dtype.is_floating_point:
                 raise NotCapturableError(f"torch's {name} on integers and bfloat16")
     compiled.pointwise(operation, operands, out, step.row(out, operands))
+    if operation != "copy":
+        step.recording.note_arithmetic()
     return out
 
 
@@ -205,6 +207,7 @@ def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
         raise NotCapturableError(f"torch's {name} of several rows")
     kept = out if out.dim() == x.dim() else out.unsqueeze(dim)
     compiled.reduction(REDUCTIONS[name], x, kept, dim, row)
+    step.recording.note_arithmetic()
     return out
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, MAX_HEAD_DIM, AttentionMetadata
+from swell.kernels.attention import MAX_HEAD_DIM, AttentionMetadata
+from swell.kernels.host.cache_format import LIMITS
 from swell.kernels.reference import attention as reference
 from swell.kernels.reference.attention import Scoring
 from swell.kernels.triton.attention import exact, splits

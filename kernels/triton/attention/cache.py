@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS
+from swell.kernels.host.cache_format import LIMITS
 from swell.kernels.reference import attention as reference
 from swell.kernels.triton.attention.vectors import (
     as_pointer,

@@ -12,7 +12,8 @@ import torch
 import triton
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, WHOLE_ROW, AttentionMetadata
+from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
+from swell.kernels.host.cache_format import LIMITS
 from swell.kernels.reference.attention import Scoring
 from swell.kernels.triton.attention.vectors import as_pointer
 

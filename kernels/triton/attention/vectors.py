@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.attention import LIMITS, SCALE_BYTES, head_dim_of
+from swell.kernels.host.cache_format import LIMITS, SCALE_BYTES, head_dim_of
 from swell.kernels.triton import TYPES
 
 _16_BITS = (torch.bfloat16, torch.float16)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from swell.kernels.attention import AttentionMetadata, cache_width
+from swell.kernels.attention import AttentionMetadata
+from swell.kernels.host.cache_format import cache_width
 from swell.kernels.reference import quantized_cache
 from swell.kernels.triton import attention
 from swell.kernels.triton.qkv import prepare

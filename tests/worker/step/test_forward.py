@@ -168,3 +168,39 @@ def test_steps_that_choose_experts_run_eagerly(tmp_path, replayed):
     tried = answers(tmp_path)
     assert not replayed
     assert tried == answers(tmp_path, **{"model.enforce_eager": True})
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def greedy_tokens(folder, **options) -> list[list[int]]:
+    with LLM(str(folder), **{"scheduler.max_rows": 4, **options}) as llm:
+        outputs = llm.generate([[5, 6, 7], list(range(10, 40)), [8, 9]], GREEDY)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "cohere", "granite"])
+def test_greedy_tokens_of_transformers_models_have_the_largest_logits(tmp_path, replayed, family):
+    """A head may scale or cap the outputs of its matrix."""
+    make(tmp_path, family)
+    found = greedy_tokens(tmp_path)
+    assert replayed
+    replayed.clear()
+    assert found == greedy_tokens(tmp_path, **{"model.enforce_eager": True})
+    assert not replayed
+    assert len({tuple(tokens) for tokens in found}) == 3
+
+
+def test_captures_with_another_result_than_the_model_are_not_used(
+    tmp_path, monkeypatch, caplog, replayed
+):
+    from swell.kernels.cpu.capture import torch_operations
+
+    make(tmp_path, "gpt_neox")
+    expected = greedy_tokens(tmp_path, **{"model.enforce_eager": True})
+    monkeypatch.setitem(torch_operations.POINTWISE, "gelu", lambda a, **_: ("relu", a))
+    with caplog.at_level("WARNING"):
+        found = greedy_tokens(tmp_path)
+    assert found == expected
+    assert len(replayed) == 1, "one replay is compared"
+    assert "replayed steps differ from the model's" in caplog.text
