@@ -103,7 +103,8 @@ def layer_norm(
 
 
 def _launch(kernel, out: Tensor, *arguments) -> None:
-    """Runs one program for each vector of `out`."""
+    """Runs one program for each vector of `out`, with a warp for each KiB of it."""
     block = triton.next_power_of_2(out.shape[-1])
+    warps = min(32, max(1, block * out.itemsize // 1024))
     if rows := out.numel() // out.shape[-1]:
-        kernel[(rows,)](*arguments, BLOCK=block, num_warps=min(32, max(1, block // 512)))
+        kernel[(rows,)](*arguments, BLOCK=block, num_warps=warps)

@@ -19,12 +19,15 @@ ROWS = [(1, 40), (0, 4), (1, 1), (5, 70)]
 
 
 def launches(dtype: torch.dtype) -> Iterator[Tensor]:
-    """Launches the kernels in shapes of models: decoding with splits, a prompt, all options."""
+    """Launches the kernels in shapes of models: decoding with splits, a prompt, all options, and
+    heads whose size is not a power of two."""
     plain, full = {"scale": 0.1}, {"scale": 0.1, "window": 4096, "softcap": 50.0}
+    both_ways = {"scale": 0.1, "lookahead": WHOLE_ROW}
     for tokens, rows, heads, kv_heads, head_dim, options in (
         *((1, 1, 32, 8, 128, plain), (8192, 1, 32, 8, 128, plain), (8192, 9, 8, 4, 256, full)),
         (64, 64, 64, 8, 64, {"scale": 0.1, "sinks": torch.empty(64)}),
         (64, 64, 28, 4, 128, plain),
+        *((1, 1, 32, 32, 96, plain), (8192, 1, 14, 2, 96, both_ways)),
     ):
         cache = torch.empty(9, kv_heads, 16, head_dim, dtype=dtype)
         meta = AttentionMetadata(

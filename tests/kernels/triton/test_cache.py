@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 def launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches the kernel in sizes of models."""
-    for head_dim in (64, 256):
+    for head_dim in (64, 96, 256):
         k, cache = torch.empty(3, 4, head_dim, dtype=dtype), torch.empty(9, 4, 16, head_dim)
         caches = (cache.to(dtype), cache.to(dtype))
         yield write_kv(k, k, *caches, torch.empty(3, dtype=torch.int64))

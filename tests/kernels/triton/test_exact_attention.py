@@ -165,6 +165,7 @@ def launches(dtype: torch.dtype) -> Iterator[Tensor]:
         (1, 1, 32, 8, 128, {}),
         (8192, 9, 8, 4, 256, {"window": 4096, "softcap": 50.0}),
         (8192, 1, 64, 8, 64, {"sinks": torch.empty(64)}),
+        (64, 64, 28, 4, 96, {}),
     ):
         cache = torch.empty(9, kv_heads, 16, head_dim, dtype=dtype)
         meta = AttentionMetadata(

@@ -20,7 +20,7 @@ def launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches the kernels in sizes of models: heads, and hidden states."""
     wide = torch.empty(4, 48 * 128, dtype=dtype)
     yield rms_norm(wide[:, : 32 * 128].unflatten(1, (32, 128)), wide[0, :128], EPS)
-    for size in (1024, 16384):
+    for size in (1024, 8192, 16384):
         x = torch.empty(4, size, dtype=dtype)
         yield add_rms_norm(x, x, x[0], EPS)
         yield layer_norm(x, x[0], x[0], EPS, x)

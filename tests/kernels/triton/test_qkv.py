@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches the kernel in sizes of models: Qwen3, and llama with heads of 64 to 256."""
-    for head_dim, has_norms in ((128, True), (64, False), (256, False)):
+    for head_dim, has_norms in ((128, True), (64, False), (96, True), (256, False)):
         qkv, cache = torch.empty(3, 24 * head_dim, dtype=dtype), torch.empty(9, 4, 16, head_dim)
         caches, weight = (cache.to(dtype), cache.to(dtype)), torch.empty(head_dim, dtype=dtype)
         angles = torch.empty(3, head_dim // 2)

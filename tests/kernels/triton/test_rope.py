@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 def launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches the kernel in sizes of models."""
-    for head_dim in (64, 256):
+    for head_dim in (64, 96, 256):
         x, angles = torch.empty(3, 4, head_dim, dtype=dtype), torch.empty(3, head_dim // 2)
         yield apply_rope(x, x, angles, angles)
 
