@@ -7,7 +7,11 @@ import tempfile
 from pathlib import Path
 
 from tests.gpu_report.engines import Swell, Transformers, prompts_of, step_seconds, write_config
+from tests.gpu_report.idle import idle_share
 from tests.gpu_report.scale import SHAPES, Figures, Scale, Shape
+
+LONGEST_FOR_IDLE = 192
+"""Longer prompts take too long to compute once more."""
 
 
 def run(scale: Scale) -> Figures:
@@ -59,4 +63,6 @@ def measure(
             figures[f"{name}, ms"] = round(seconds * 1e3, 3)
             nbytes = shape.step_bytes(rows, context)
             figures[f"{name}, times the limit"] = scale.times_limit(seconds, nbytes)
+            if context <= LONGEST_FOR_IDLE:
+                figures[f"{name}, idle share"] = idle_share(scale, engine, prompts, steps)
     return figures
