@@ -42,7 +42,7 @@ def launches(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Launches attention in shapes of models: decoding with splits, and a prompt."""
     for tokens, rows, heads, kv_heads, head_dim in (
         *((1, 1, 32, 8, 128), (8192, 1, 32, 8, 128), (8192, 9, 8, 4, 256), (64, 64, 28, 4, 128)),
-        (64, 64, 64, 8, 64),
+        *((64, 64, 64, 8, 64), (1, 1, 32, 32, 96), (8192, 1, 14, 2, 96)),
     ):
         for cache in caches(kv_heads, head_dim, dtype):
             meta = AttentionMetadata(
@@ -59,7 +59,7 @@ def launches(dtype: torch.dtype) -> Iterator[torch.Tensor]:
 
 def write_launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches the write in sizes of models."""
-    for head_dim in (64, 256):
+    for head_dim in (64, 96, 256):
         for cache in caches(4, head_dim, dtype):
             k = torch.empty(3, 4, head_dim, dtype=dtype)
             yield attention.write_kv(k, k, cache, cache, torch.empty(3, dtype=torch.int64))
@@ -67,7 +67,7 @@ def write_launches(dtype: torch.dtype) -> Iterator[None]:
 
 def qkv_launches(dtype: torch.dtype) -> Iterator[None]:
     """Launches norms, rotation and cache write in sizes of models."""
-    for head_dim, has_norms in ((128, True), (64, False), (256, False)):
+    for head_dim, has_norms in ((128, True), (64, False), (96, True), (256, False)):
         for cache in caches(4, head_dim, dtype):
             qkv, weight = (
                 torch.empty(3, 24 * head_dim, dtype=dtype),
