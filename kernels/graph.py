@@ -9,6 +9,7 @@ sizes of the capture, so a smaller step is padded to them (see `swell.kernels.in
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -57,6 +58,8 @@ class _Backend(Protocol):
         self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
     ) -> tuple[list[Tensor], Graph]: ...
 
+    def rounding_like_replays(self) -> AbstractContextManager[object]: ...
+
 
 def can_capture(device: str) -> bool:
     """Whether the fastest backend of a device type can record its operations."""
@@ -81,6 +84,13 @@ def capture(
     were made before are constants), triton.
     """
     return _backend(device).capture(run, sizes)
+
+
+def rounding_like_replays(device: str) -> AbstractContextManager[object]:
+    """Returns a context in which torch's own operations in this thread round as a replay rounds
+    them. Operations that a graph cannot repeat are computed by torch. The context may be entered
+    several times, one after the other."""
+    return _backend(device).rounding_like_replays()
 
 
 def _backend(device: str) -> _Backend:

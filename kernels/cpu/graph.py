@@ -1,4 +1,5 @@
-"""Captures what a function computes as a recording of compiled calls (see `recording.py`)."""
+"""Captures what a function computes as a recording of compiled calls (see `recording.py`), and runs
+such calls without a recording."""
 
 from __future__ import annotations
 
@@ -24,18 +25,26 @@ def capture(
     """See `swell.kernels.graph.capture`. The function may call operations of this backend, allocate
     and view tensors, and call the operations of torch in `torch_operations.py`."""
     assert len(set(sizes)) == len(sizes)
-    with recorded(sizes) as recording, _Recorder(recording, sizes) as recorder:
-        results = run()
-    recording.finish(recorder.step.made, results)
+    with recorded(sizes) as recording:
+        step = operations.Step(recording, sizes)
+        with _Compiled(step):
+            results = run()
+    recording.finish(step.made, results)
     return results, recording
 
 
-class _Recorder(DispatchMode):
-    """Records torch's operations, and lets those run that need not be replayed."""
+def rounding_like_replays() -> DispatchMode:
+    """See `swell.kernels.graph.rounding_like_replays`."""
+    return _CompiledOrTorch(operations.UnrecordedStep())
 
-    def __init__(self, recording: Recording, sizes: tuple[int, ...]) -> None:
+
+class _Compiled(DispatchMode):
+    """Replaces torch's operations by compiled calls, which are recorded during a recording, and
+    lets those run that need not be repeated."""
+
+    def __init__(self, step: operations.Step) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # in torch without annotations
-        self.step = operations.Step(recording, sizes)
+        self.step = step
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, kwargs or {}
@@ -66,9 +75,19 @@ class _Recorder(DispatchMode):
 
     @contextmanager
     def _again(self) -> Iterator[None]:
-        """In this context, operations that `__torch_dispatch__` calls are recorded, too."""
+        """In this context, operations that `__torch_dispatch__` calls are replaced, too."""
         TorchDispatchMode.__enter__(self)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+class _CompiledOrTorch(_Compiled):
+    """Lets torch compute the operations that have no compiled calls."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except NotCapturableError:
+            return func(*args, **(kwargs or {}))

@@ -58,6 +58,11 @@ def capture(
     return results, graph
 
 
+def rounding_like_replays() -> contextlib.AbstractContextManager[None]:
+    """See `swell.kernels.graph.rounding_like_replays`: a graph repeats torch's own kernels."""
+    return contextlib.nullcontext()
+
+
 def _capture(run: Callable[[], list[Tensor]]) -> tuple[list[Tensor], CudaGraph]:
     """Captures on the current stream. `torch.cuda.graph` is not used, because it collects garbage
     and empties the allocator's cache each time."""

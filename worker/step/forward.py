@@ -4,12 +4,14 @@ With few tokens, the Python that calls a layer's operations takes longer than th
 themselves; with 64 rows it takes a tenth of a step on a CPU, and most of a step on a GPU. So a step
 is captured once (see `swell.kernels.graph`), on input tensors that every step fills before it
 replays the captured operations: on a CPU with the largest sizes, on a GPU once for each bucket (see
-`buckets.py`).
+`buckets.py`). Steps that are not replayed are rounded like replays, so that the bits of a row do
+not depend on which of its steps are replayed.
 """
 
 from __future__ import annotations
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -17,7 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from swell.kernels.graph import NotCapturableError, Traits, can_capture, capture, traits
+from swell.kernels.graph import (
+    NotCapturableError,
+    Traits,
+    can_capture,
+    capture,
+    rounding_like_replays,
+    traits,
+)
 from swell.kernels.inputs import Bucket, Sizes
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import (
@@ -153,6 +162,9 @@ class CapturedForward(Forward):
         """The output of the previous stage in all steps with a bucket."""
         self._replayed: _FixedSteps | None = None
         """The capture that computed the last hidden states; None: they were not replayed."""
+        self._like_replays = rounding_like_replays(states.token_ids.device.type)
+        self._rounding: AbstractContextManager[object] = nullcontext()
+        """The context of a step that is not replayed."""
 
     @property
     def needs_buckets(self) -> bool:
@@ -186,11 +198,16 @@ class CapturedForward(Forward):
     def hidden(
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
-        self._replayed = captured = self._find(batch, head)
+        captured = self._find(batch, head)
         if captured is not None and captured.is_unchecked and not captured.equals_model(batch):
             self._stop_capturing()
+            captured = None
+        self._replayed = captured if self._fits(batch) else None
         if self._replayed is None:
-            return super().hidden(batch, intermediate, head)
+            computes_torch = captured is not None and captured.computes_torch
+            self._rounding = self._like_replays if computes_torch else nullcontext()
+            with self._rounding:
+                return super().hidden(batch, intermediate, head)
         self._mesh.check()  # a replay would not notice that its groups were aborted
         results = self._replayed.run(batch)
         if not self._traits.is_asynchronous:
@@ -209,8 +226,10 @@ class CapturedForward(Forward):
         return self._replayed.layer_inputs if self._replayed else super().take_layer_inputs()
 
     def head(self, head: HeadOutput, hidden: Tensor, batch: InputBatch) -> list[Tensor]:
-        replayed = self._replayed.head_output if self._replayed else []
-        return replayed or super().head(head, hidden, batch)
+        if self._replayed is None:
+            with self._rounding:
+                return super().head(head, hidden, batch)
+        return self._replayed.head_output or super().head(head, hidden, batch)
 
     @property
     def progress(self) -> int:
@@ -219,8 +238,12 @@ class CapturedForward(Forward):
 
     def _find(self, batch: InputBatch, head: HeadOutput) -> _FixedSteps | None:
         """Returns the capture for the batch, which is made if there is none; None: the batch cannot
-        be captured."""
-        if not self._capturable or not self._fits(batch):
+        be captured. A capture of all sizes is also returned for batches that it cannot compute,
+        because these should be rounded alike."""
+        accepts_all = self._traits.accepts_torch or self._mesh.tensor.uses_kernels
+        if not self._capturable or not accepts_all:
+            return None
+        if self._traits.has_fixed_sizes and not self._fits(batch):
             return None
         if head not in self.captured_heads:
             (head,) = self.captured_heads
@@ -257,8 +280,6 @@ class CapturedForward(Forward):
         """Whether a capture computes the batch."""
         if not batch.is_capturable:
             return False
-        if not (self._traits.accepts_torch or self._mesh.tensor.uses_kernels):
-            return False
         if not self._traits.has_fixed_sizes:
             return batch.num_samples <= MAX_SAMPLES
         if batch.bucket is None or batch.adapters is None:
@@ -290,7 +311,9 @@ class _FixedSteps:
         if adapters is not None:
             adapters = adapters._replace(num_tokens=sizes.tokens)
         plan = SchedulerOutput(0)  # the results depend on no plan, and none is kept alive
-        self._batch = replace(batch, plan=plan, sizes=sizes, all_hidden=False, adapters=adapters)
+        self._batch = replace(
+            batch, plan=plan, sizes=sizes, all_hidden=False, prompt_embeds=None, adapters=adapters
+        )
         self._intermediate = received and received.first(sizes.tokens)
         self._results: list[Tensor] = []
         """[samples, hidden]; then [tokens, hidden] for each tapped layer; then the head's output,
@@ -306,6 +329,11 @@ class _FixedSteps:
     def progress(self) -> int:
         """Number of operations computed without calling the model. May be read from any thread."""
         return 0
+
+    @property
+    def computes_torch(self) -> bool:
+        """See `Graph.computes_torch`."""
+        return False
 
     @property
     def is_unchecked(self) -> bool:
@@ -363,19 +391,25 @@ class _CapturedSteps(_FixedSteps):
         return self._graph.progress
 
     @property
+    def computes_torch(self) -> bool:
+        return self._graph.computes_torch
+
+    @property
     def is_unchecked(self) -> bool:
         return self._graph.computes_torch and not self._is_checked
 
     def equals_model(self, batch: InputBatch) -> bool:
-        self._is_checked = batch.num_samples > 0  # otherwise there are no results to compare
-        if not self._is_checked:
+        self._is_checked = 0 < batch.num_samples <= self.sizes.samples
+        if not self._is_checked:  # there are no results to compare, or not enough room for them
             return True
+        # Of a step that will not be replayed, the part is compared that a replay can compute.
+        batch = replace(batch, all_hidden=False, prompt_embeds=None)
         forward, head = self._forward, self._head
         hidden = forward.hidden(batch, self._intermediate, head)
         found = [hidden, *forward.take_layer_inputs()]
         found += forward.head(head, hidden, batch)
         replayed: list[Any] = [self.run(batch), *self.layer_inputs, *self.head_output]
-        return all(_agree(*pair) for pair in zip(found, replayed, strict=True))
+        return all(_agree(a[: len(b)], b) for a, b in zip(found, replayed, strict=True))
 
     def _refresh(self, sizes: Sizes) -> None:
         self._graph.replay(*sizes[:3])

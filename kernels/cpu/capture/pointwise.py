@@ -97,11 +97,10 @@ def _four_dimensions(
     tensors: Sequence[Tensor], row: int | None, keeps_last: bool = False
 ) -> tuple[list[int], list[list[int]]]:
     """Returns the sizes and strides of tensors of one shape as [rows, outer, middle, inner]:
-    dimensions whose elements follow one another in all tensors are merged. `keeps_last`: the last
-    dimension becomes the inner one and is not merged."""
+    dimensions whose elements follow one another in all tensors are merged. Without rows, any
+    dimension may be the first. `keeps_last`: the last dimension becomes the inner one and is not
+    merged."""
     shape = tensors[0].shape
-    rows = 1 if row is None else shape[row]
-    row_strides = [0 if row is None else t.stride(row) for t in tensors]
     merged: list[tuple[int, list[int]]] = []
     last = len(shape) - 1
     for i in range(len(shape)):
@@ -115,11 +114,11 @@ def _four_dimensions(
                 merged[-1] = size * shape[i], strides
                 continue
         merged.append((shape[i], strides))
-    if len(merged) > 3:
+    most = 4 if row is None else 3
+    if len(merged) > most:
         raise NotCapturableError(f"a replay cannot compute the shape {list(shape)}")
-    merged = [(1, [0] * len(tensors))] * (3 - len(merged)) + merged
-    sizes = [rows, *(size for size, _ in merged)]
-    of_tensors = [
-        [row_strides[i], *(strides[i] for _, strides in merged)] for i in range(len(tensors))
-    ]
-    return sizes, of_tensors
+    merged = [(1, [0] * len(tensors))] * (most - len(merged)) + merged
+    if row is not None:
+        merged.insert(0, (shape[row], [t.stride(row) for t in tensors]))
+    sizes = [size for size, _ in merged]
+    return sizes, [[strides[i] for _, strides in merged] for i in range(len(tensors))]

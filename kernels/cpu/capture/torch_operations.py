@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from swell.kernels.cpu import build, linear, norm
 from swell.kernels.cpu.capture import pointwise as compiled
@@ -101,6 +101,22 @@ class Step:
         return sizes.pop()
 
 
+class UnrecordedStep(Step):
+    """A step whose operations run at once, on tensors of any size."""
+
+    def __init__(self) -> None:
+        super().__init__(Recording(()), ())
+
+    def add(self, made: Tensor, is_constant: bool = False) -> None:
+        pass
+
+    def is_made(self, tensor: Tensor) -> bool:
+        return True
+
+    def row(self, result: Tensor, operands: Sequence[Tensor]) -> None:
+        return None
+
+
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -167,7 +183,8 @@ REDUCTIONS = {"sum": "sum", "mean": "mean", "amax": "amax", "_softmax": "softmax
 
 
 def record_pointwise(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Records an operation on elements, and returns its result."""
+    """Records an operation on elements, or runs it if the step is not recorded. Returns its
+    result."""
     name = func.overloadpacket.__name__
     in_place = name.endswith("_")
     arrange = POINTWISE[name.removesuffix("_") if in_place else name]
@@ -193,7 +210,8 @@ def record_pointwise(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Records a reduction over one dimension, and returns its result."""
+    """Records a reduction over one dimension, or runs it if the step is not recorded. Returns its
+    result."""
     name = func.overloadpacket.__name__
     x, dims = args[0], args[1] if len(args) > 1 else kwargs.get("dim")
     if isinstance(dims, int):
@@ -213,13 +231,36 @@ def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Returns the result of an operation without its values."""
+    names = tuple(name for name in kwargs if name not in ("device", "layout", "pin_memory"))
+    values = [*args, *(kwargs[name] for name in names)]
+    return _result_on_meta(func, names, *map(_without_values, values))
 
-    def meta(t: Tensor) -> Tensor:
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
-    kept = {k: v for k, v in kwargs.items() if k not in ("device", "layout", "pin_memory")}
-    args, kept = tree_map_only(Tensor, meta, (args, kept))
-    result: Tensor = func(*args, **kept)
+class _Form(NamedTuple):
+    """A tensor without its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _without_values(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return _Form(argument.shape, argument.stride(), argument.dtype)
+    return tuple(argument) if isinstance(argument, list) else argument
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _result_on_meta(func: Any, names: tuple[str, ...], /, *values: Any) -> Tensor:
+    """`values`: the positional arguments, then those called `names`."""
+    args = [
+        torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
+        if isinstance(each, _Form)
+        else each
+        for each in values
+    ]
+    named = len(args) - len(names)
+    result: Tensor = func(*args[:named], **dict(zip(names, args[named:], strict=True)))
     return result
 
 
@@ -262,8 +303,8 @@ def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, None, None]:
-    if len(shape) != 1 or weight is None:
-        raise NotCapturableError("a layer norm without weights")
+    if len(shape) != 1 or weight is None or weight.dtype != x.dtype or x.dtype not in build.TYPES:
+        raise NotCapturableError("a layer norm of this form")
     return norm.layer_norm(x, weight, bias, eps), None, None
 
 
