@@ -45,8 +45,9 @@ test: setup $(TRITON)/.installed
 	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow_variants"
 
 # The full grids, of which `make test` runs a part.
-test-slow: setup
+test-slow: setup $(TRITON)/.installed
 	$(BIN)/python -m pytest $(SHARED) -m "slow_variants and not gpu"
+	$(TRITON)/bin/python -m pytest -m slow_variants tests/kernels/triton
 
 test-fast: setup
 	$(BIN)/python -m pytest $(SHARED) -m "not gpu and not slow and not slow_variants"
@@ -92,8 +93,8 @@ test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) -m "not slow_variants" tests/gpu $(ENGINES)
 
-# The kernels for GPUs without a GPU: in Triton's interpreter, and compiled for three generations of GPUs. Two minutes of
-# one core; `make -j 2 test-triton` uses two. In an environment of its own (740 MB), with the torch and the pytest of
+# The kernels for GPUs without a GPU: in Triton's interpreter, and compiled for three generations of GPUs. Five minutes
+# of one core; `make -j 2 test-triton` uses two. In an environment of its own (740 MB), with the torch and the pytest of
 # $(VENV).
 test-triton: triton-interpreted triton-compiled
 
@@ -101,7 +102,7 @@ triton-interpreted: setup $(TRITON)/.installed
 	TRITON_INTERPRET=1 $(TRITON)/bin/python -m pytest tests/kernels/triton
 
 triton-compiled: setup $(TRITON)/.installed
-	$(TRITON)/bin/python -m pytest tests/kernels/triton
+	$(TRITON)/bin/python -m pytest -m "not slow_variants" tests/kernels/triton
 
 PACKAGES = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 $(TRITON)/.installed: tests/kernels/triton/requirements.txt $(STAMP)

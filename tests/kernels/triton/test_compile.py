@@ -41,7 +41,6 @@ from tests.kernels.triton import (
     test_rope,
     test_sample,
 )
-from tests.kernels.triton.oracle import TYPES
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +133,15 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
     return sum(map(int, stacks))
 
 
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.bfloat16,
+        pytest.param(torch.float16, marks=pytest.mark.slow_variants),  # compiled like bfloat16
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("operation", BUDGETS)
 def test_kernels_compile_within_their_budget(operation, dtype, compiled, tmp_path):
     budget = BUDGETS[operation]
