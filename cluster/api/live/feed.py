@@ -8,9 +8,12 @@ ingress more than this share of a core.
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 
 import msgspec
 
@@ -34,7 +37,10 @@ MAX_SAMPLES = 3600
 MAX_LOG = 300
 _MAX_REQUESTS = 20
 _MANAGER_TIMEOUT_S = 2.0
+_PATIENCE_S = 10.0
+"""A reader that has received nothing for this long gets a comment."""
 _MOVED = "swell_resubmitted_requests"
+_log = logging.getLogger("swell.api")
 
 
 class LiveFeed:
@@ -82,19 +88,28 @@ class LiveFeed:
         """Yields an event for each observation, at least one, for `limit_s`. The caller has opened
         the feed."""
         end_s = time.monotonic() + limit_s
-        yield await self._next(self._number, whole=True)
+        await self._wait_after(self._number, _PATIENCE_S)
+        yield self._whole()
         seen = self._number
-        while not self._has_ended and time.monotonic() < end_s:
-            event = await self._next(seen, whole=False)
+        while not self._has_ended and (left_s := end_s - time.monotonic()) > 0:
+            await self._wait_after(seen, min(left_s, _PATIENCE_S))
+            event = self._after(seen)
             seen = self._number
             yield event
 
-    async def _next(self, seen: int, *, whole: bool) -> bytes:
-        """Returns an event after number `seen`. A reader that is too slow for each event gets the
-        whole state again."""
-        while self._number == seen and not self._has_ended:
-            await self._changed.wait()
-        return self._whole() if whole or self._number != seen + 1 else self._encoded
+    async def _wait_after(self, seen: int, limit_s: float) -> None:
+        """Waits for an event after number `seen`, or for the end of all streams."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._number == seen and not self._has_ended:
+                    await self._changed.wait()
+
+    def _after(self, seen: int) -> bytes:
+        """Returns what a reader of event `seen` gets next. A reader that is too slow for each event
+        gets the whole state again."""
+        if self._number == seen:
+            return PING
+        return self._encoded if self._number == seen + 1 else self._whole()
 
     def _wake_readers(self) -> None:
         self._changed.set()
@@ -111,7 +126,10 @@ class LiveFeed:
         while True:
             error = await self._ask_manager()
             began_s = time.perf_counter()
-            self._add(error)
+            try:
+                self._add(error)
+            except Exception:
+                _log.exception("this observation of the cluster is left out of /admin/events")
             work_s = time.perf_counter() - began_s
             self._wake_readers()
             await asyncio.sleep(max(INTERVAL_S, work_s / MAX_SHARE))
@@ -166,7 +184,11 @@ class LiveFeed:
 
 
 def _encode(event: LiveEvent) -> bytes:
-    return b"event: state\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    try:
+        text = msgspec.json.encode(event)
+    except UnicodeEncodeError:  # an error with a path whose bytes are not UTF-8
+        text = json.dumps(msgspec.to_builtins(event)).encode()
+    return b"event: state\ndata: " + text + b"\n\n"
 
 
 def _engines(view: ClusterView) -> list[LiveEngine]:

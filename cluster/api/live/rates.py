@@ -21,7 +21,8 @@ def rates_between(
     def increase(name: str) -> list[float]:
         new = after.get(name, [])
         old = before.get(name, new)  # unknown: the whole count would look like an increase
-        return [max(0.0, one - other) for one, other in zip(new, old, strict=True)]
+        # ingresses of two releases may count in other buckets
+        return [max(0.0, one - other) for one, other in zip(new, old, strict=False)]
 
     first, between = increase(FIRST_TOKENS), increase(_INTER_TOKEN)
     return LiveRates(

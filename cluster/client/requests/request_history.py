@@ -51,7 +51,9 @@ class RequestHistory:
 
     def begin(self, record: RequestRecord) -> None:
         for id in {record.id, record.request_id}:
-            self._by_id.setdefault(id, []).append(record)
+            records = self._by_id.pop(id, [])  # the newest id is the last one
+            self._by_id[id] = records
+            records.append(record)
 
     def end(self, record: RequestRecord, now_s: float) -> None:
         record.ended_s = now_s

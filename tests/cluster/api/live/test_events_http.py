@@ -185,3 +185,54 @@ def test_the_log_distinguishes_leaving_from_dying() -> None:
         "found",
         "found",
     ]
+
+
+def test_an_observation_that_fails_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        stream = events(cluster)
+        await anext(stream)
+
+        def fail(*_: object) -> None:
+            raise ValueError("counts that do not fit")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(live_feed, "rates_between", fail)
+            await until(lambda: "left out of /admin/events" in caplog.text)
+        assert (await anext(stream))["engines"]
+        await stream.aclose()
+
+    play(folder, scene)
+
+
+def test_streams_without_observations_get_comments_and_end(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_feed, "_PATIENCE_S", 0.01)
+
+    async def scene(cluster: FakeCluster) -> None:
+        def fail(_: object) -> None:
+            raise ValueError
+
+        monkeypatch.setattr(feed_of(cluster), "_add", fail)
+        answer = await cluster.client.get("/admin/events?seconds=1")
+        assert answer.status_code == 200
+        assert set(answer.text.split("\n\n")) == {": ping", ""}
+
+    play(folder, scene)
+
+
+def test_errors_with_text_that_is_not_unicode_are_sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        async def refuse() -> str:
+            return "OSError: /models/\udcff"
+
+        monkeypatch.setattr(feed_of(cluster), "_ask_manager", refuse)
+        event = await anext(events(cluster))
+        assert event["manager_error"] == "OSError: /models/\udcff"
+
+    play(folder, scene)

@@ -66,3 +66,14 @@ def test_a_limit_of_zero_keeps_no_finished_request() -> None:
     history.end(record, 0.0)
     assert not history.find("r0", 0.0)
     assert len(history) == 0
+
+
+def test_a_repeated_id_is_among_the_newest() -> None:
+    history = RequestHistory(100, LIMIT_S)
+    first, retry = (make(0, request_id="mine") for _ in range(2))
+    history.begin(first)
+    for number in range(1, 30):
+        history.begin(make(number))
+    history.begin(retry)
+    newest = history.newest(5, 0.0)
+    assert any(record is retry for record in newest) and len(newest) == 5

@@ -17,7 +17,7 @@ function parseBlock(block) {
   const data = [];
   for (const line of block.split(/\r?\n/)) {
     if (line.startsWith(":")) found.push({ comment: line.slice(1).trim() });
-    const [, name, value] = line.match(/^([^:]+):? ?(.*)$/) ?? [];
+    const [, name, value] = line.match(/^([^:]+):? ?(.*)$/s) ?? [];
     if (name === "event") event = value;
     if (name === "data") data.push(value);
   }

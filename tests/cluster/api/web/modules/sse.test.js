@@ -18,6 +18,11 @@ test("a stream has the same events however it is cut", () => {
   }
 });
 
+test("a line may contain the line separators of Unicode", () => {
+  const parser = new EventParser();
+  assert.deepEqual(parser.push("data: a\u2028b\u2029c\n\n"), [{ event: "message", data: "a\u2028b\u2029c" }]);
+});
+
 test("an unfinished event is kept back", () => {
   const parser = new EventParser();
   assert.deepEqual(parser.push("data: hal"), []);
