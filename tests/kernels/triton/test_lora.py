@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +92,38 @@ def test_the_launches_do_not_depend_on_the_adapters(monkeypatch):
         layer = layer_of("triton", held, torch.float32)
         layer.add(x, y, tokens_of([[*held, -1][token % (number + 1)] for token in range(40)]))
     assert len(set(map(frozenset, grids.values()))) == 1 and len(grids[0]) == 2
+
+
+def test_a_captured_step_finds_adapters_that_are_loaded_later(monkeypatch):
+    """A captured step repeats the launches, with the same tensors."""
+    launched: list[Callable[[], None]] = []
+
+    class Recorded:
+        def __init__(self, kernel: Any) -> None:
+            self._kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]):
+            return lambda *args, **kwargs: launched.append(
+                partial(self._kernel[grid], *args, **kwargs)
+            )
+
+    for name in ("_shrink", "_expand"):
+        monkeypatch.setattr(lora, name, Recorded(getattr(lora, name)))
+    some, others, wider = (
+        weights(ranks, OUTS, torch.float32, seed)
+        for seed, ranks in enumerate(([4] * 3, [4] * 3, [64] * 3))
+    )
+    layer = layer_of("triton", {0: some}, torch.float32)
+    before, x = torch.randn(20, sum(OUTS)), torch.randn(20, SIZE)
+    y = before.clone()
+    layer.add(x, y, tokens_of([0] * 20))
+    for loaded in (others, wider, None, some):
+        layer.set(0, loaded)
+        y.copy_(before)
+        for launch in launched:
+            launch()
+        wanted = before.double() if loaded is None else formula(x, before, loaded)
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_other_types_are_left_to_the_reference():
