@@ -12,11 +12,13 @@ from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.connection import Side
 from tests.simulator.scenario import HOSTS, Fault
+from tests.simulator.simulated_ray.ray_actor import Failure
 
 _SLOW_WAY_S, _SLOW_EVENT_S = 0.02, 0.001
 _POISON_S = 0.003
 _GIVEN_UP_S = STALL_TIMEOUT_S + 1.0
 """The time within which a connection that delivers nothing is closed and replaced."""
+_FAILURES = tuple(Failure)
 _SLOW_CALL_S = 3.0
 """The longest delay of a call through Ray while calls are slow."""
 _POWER_S = 3.0
@@ -319,6 +321,25 @@ class FaultInjector:
         self._note(fault, "", fault.time_s)
         ray.slow_calls(_SLOW_CALL_S, self._kernel.now + fault.time_s)
 
+    def fail_call(self, fault: Fault, side: Side | None) -> None:
+        """Makes a call through Ray fail as unavailable: one of the method that triggers the fault,
+        or any one in progress. For a quarter of the targets the whole connection of the caller to
+        the actor breaks."""
+        calls = [(actor, each) for actor in self._plane.ray.actors.values() for each in actor.calls]
+        if fault.trigger is not None:
+            named = [found for found in calls if found[1].method == fault.trigger.kind]
+            calls = named[-1:] or calls
+        if (found := self._pick(fault, calls)) is None:
+            return
+        actor, call = found
+        failure = _FAILURES[fault.target % len(_FAILURES)]
+        self._note(fault, f"{actor.name}.{call.method} {failure.value}")
+        failing = [call]
+        if fault.target % 4 == 3:
+            failing = [each for each in actor.calls if each.caller is call.caller]
+        for each in failing:
+            actor.fail(each, failure)
+
     def clock(self, fault: Fault, side: Side | None) -> None:
         """Sets the clock of a process to half to twice the world's rate, permanently."""
         process = self._process(fault, side, ("sim-engine", "coordinator", "manager", "ingress"))
@@ -434,6 +455,7 @@ FAULTS: dict[str, Callable[[FaultInjector, Fault, Side | None], None]] = {
     "loss": FaultInjector.loss,
     "flap": FaultInjector.flap,
     "slow-calls": FaultInjector.slow_calls,
+    "fail-call": FaultInjector.fail_call,
     "clock": FaultInjector.clock,
     "lose-host": FaultInjector.lose_host,
     "kill-ingress": FaultInjector.kill_ingress,

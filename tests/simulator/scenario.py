@@ -198,7 +198,7 @@ def draw(
 
         return draw_campaign(campaign, scenario, kinds, is_busy=share >= _CAMPAIGN_SHARE)
     tight = Random(f"tight:{seed}")
-    if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.3:
+    if {"kill", "lose-host-for-good"} <= {*kinds} and not expert and tight.random() < 0.6:
         return draw_tight(tight, scenario)
     return scenario
 

@@ -16,6 +16,7 @@ from tests.simulator.draws.moments import draw_moment
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
     FAST_STEP_S,
+    HOSTS,
     IMPATIENT_S,
     PATIENT_S,
     SLOW_STEP_S,
@@ -36,8 +37,9 @@ _CROWD, _CROWD_S = 5, 0.2
 """The greatest number of requests of a crowd, and the time within which they arrive."""
 _MAX_CROWDED = 20
 """The greatest number of requests of all crowds: more would wait for each other."""
-_TIGHT_SHARE = 0.25
-"""The share of campaigns with `_TIGHT_ROOMS`."""
+_TIGHT_SHARE, _FULL_SHARE = 0.35, 0.6
+"""The share of campaigns with little room, and the share of these in which the engines fill it from
+the beginning. The others have `_TIGHT_ROOMS`."""
 _ROOM = 3
 _ROOMS = ((1, 2, 3), (2, 2, 2), (1, 3, 2), (0, 3, 3))
 """Engines that fit on each host. At least `_ROOM` fit without any one host except the first."""
@@ -92,10 +94,13 @@ def draw_campaign(
     may_be_tight = all(fault.kind != "lose-host-for-good" for fault in faults)
     is_tight = may_be_tight and random.random() < _TIGHT_SHARE
     rooms = random.choice(_TIGHT_ROOMS if is_tight else _ROOMS)
+    engines = random.choice((1, 2, 2, 3, 3))
+    if is_tight and random.random() < _FULL_SHARE:
+        rooms = _draw_full_rooms(random, engines)
     moves = any(fault.kind == "drain-host" for fault in faults)
     return replace(
         scenario,
-        engines=random.choice((1, 2, 2, 3, 3)),
+        engines=engines,
         ingresses=ingresses,
         requests=tuple(sorted(requests, key=lambda request: request.at)),
         faults=tuple(faults),
@@ -116,6 +121,12 @@ def _draw_mix(random: Random, kinds: tuple[str, ...], *, expert: bool, is_busy: 
     among = BUSY_CHANGES if is_busy else CHANGES
     changes = random.sample(among, random.choice((1, 1, 2, len(among))))
     return Mix(tuple(dict.fromkeys(common)), kinds, tuple(changes), expert, is_busy)
+
+
+def _draw_full_rooms(random: Random, engines: int) -> tuple[int, int, int]:
+    """Draws rooms for exactly this number of engines."""
+    hosts = [random.randrange(len(HOSTS)) for _ in range(engines)]
+    return hosts.count(0), hosts.count(1), hosts.count(2)
 
 
 def _fitting(operations: list[Operation], room: int) -> tuple[Operation, ...]:

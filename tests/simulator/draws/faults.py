@@ -7,6 +7,7 @@ from random import Random
 
 from tests.simulator.draws.kinds import (
     ALIVE,
+    CALLS,
     CUTS,
     ENDS,
     GROUP_RECOVERY,
@@ -90,3 +91,15 @@ def draw_loss_of_leader(random: Random, mix: Mix, at: float) -> tuple[Fault, lis
     if random.random() < 0.4:
         return loss, []
     return loss, draw_operations(random, mix, at + 2.0 * _RESTART_S * random.random())
+
+
+def draw_failed_calls(random: Random, mix: Mix, at: float) -> list[Fault]:
+    """Draws calls through Ray that fail: often the same call again, when it is repeated."""
+    call = random.choice((*mix.steps, *mix.steps, *CALLS))
+    trigger = AtMessage(call, random.choice((1, 1, 1, 2)))
+    first = Fault("fail-call", at, random.randrange(12), trigger=trigger)
+    again = [
+        replace(first, at=at + 0.001, target=random.randrange(12))
+        for _ in range(random.choice((0, 0, 1, 2)))
+    ]
+    return [first, *again]

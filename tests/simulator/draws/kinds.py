@@ -49,6 +49,7 @@ STEPS = (
     "leave",
     "leave",
     "cancel_leave",
+    "cancel_leave",
     "detach",
     "detach",
     "join",
@@ -61,6 +62,8 @@ STEPS = (
     "kv_put",
 )
 """Calls through Ray by which a manager carries out a change, one step after the other."""
+CALLS = ("adopt", "contact", "ended", "membership", "pause", "ready", "resume", "view", "wait")
+"""Further calls through Ray, which may fail as the steps may."""
 BUSY_STEPS = ("start", "start", "start", "detach", "detach", "cancel_leave", "remove_failed")
 """Calls by which engines load other weights, leave, and stay after all."""
 CHANGES = ("scale", "scale", "drain", "pause", "upgrade", "upgrade")

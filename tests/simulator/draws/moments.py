@@ -13,6 +13,7 @@ from random import Random
 
 from tests.simulator.draws.faults import (
     draw_aimed,
+    draw_failed_calls,
     draw_faults,
     draw_loss_of_leader,
     draw_time,
@@ -39,9 +40,11 @@ from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation
 
 _GCS_TIMEOUT_S = 10.0
 """The time after which a request to Ray's GCS fails."""
-_STEP_SHARE = 0.2
+_STEP_SHARE = 0.3
 """The share of moments with several changes whose last one is requested at a step of another one,
 or of a recovery."""
+_FAILED_SHARE = 0.3
+"""The share of moments in which calls through Ray fail."""
 _CROWDED_SHARE = 0.15
 """The share of moments in which several requests arrive at one of the faults or changes."""
 _GROUP_SIZES = ((3,), (4,), (1, 3), (2, 3), (2, 4), (1, 2), (2, 1, 3), (3, 4))
@@ -69,6 +72,8 @@ def draw_moment(random: Random, mix: Mix, at: float) -> Moment:
     moment = drawn(random, mix, at)
     if len(moment.operations) > 1 and random.random() < _STEP_SHARE:
         moment = replace(moment, operations=_overlapping(random, moment.operations))
+    if "fail-call" in mix.possible and random.random() < _FAILED_SHARE:
+        moment = replace(moment, faults=[*moment.faults, *draw_failed_calls(random, mix, at)])
     if random.random() < _CROWDED_SHARE:
         times = [fault.at for fault in moment.faults]
         times += [operation.at for operation in moment.operations]
@@ -193,7 +198,7 @@ def _draw_leaderless(random: Random, mix: Mix, at: float) -> Moment:
 
 def _draw_flurry(random: Random, mix: Mix, at: float) -> Moment:
     """Draws changes of all kinds in quick succession, often with a fault between two steps."""
-    changes = replace(mix, changes=CHANGES)
+    changes = replace(mix, changes=(*CHANGES, "drain"))
     later_s = random.choice((0.02, 0.2, 0.6, 1.5)) * (0.5 + random.random())
     operations = [
         operation
@@ -272,6 +277,7 @@ def _draw_slow_steps(random: Random, mix: Mix, at: float) -> Moment:
 
 def _draw_notice(random: Random, mix: Mix, at: float) -> Moment:
     """Draws hosts that will be taken away, or stay after all, while engines change."""
+    mix = random.choice((mix, replace(mix, changes=CHANGES)))
     kind = mix.among(("drain-host",))[0]
     first, time_s = random.randrange(12), random.choice((8.0, 16.0, 30.0)) * (0.5 + random.random())
     faults = [
@@ -325,12 +331,12 @@ _MOMENTS: tuple[tuple[tuple[int, int], Callable[[Random, Mix, float], Moment]], 
     ((5, 1), _draw_change),
     ((7, 8), _draw_both),
     ((3, 8), _draw_reversal),
-    ((4, 8), _draw_late_group),
+    ((6, 8), _draw_late_group),
     ((5, 10), _draw_leaderless),
     ((5, 8), _draw_flurry),
     ((2, 1), _draw_without_storage),
     ((3, 2), _draw_flap),
-    ((3, 3), _draw_notice),
+    ((4, 5), _draw_notice),
     ((2, 2), _draw_turns),
     ((4, 4), _draw_slow_steps),
     ((5, 8), _draw_succession),

@@ -25,6 +25,7 @@ from swell.cluster.control.engines.drain import Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.orphans import OrphanCollector
+from swell.cluster.control.engines.roster_check import RosterCheck
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
 from swell.cluster.control.plan.backoff import Backoff
@@ -210,6 +211,27 @@ def _resumed_without_name(right: Any, self: Any, handle: Any, record: Any) -> No
 
 async def _never(right: Any, self: Any) -> None:
     await asyncio.sleep(1e9)
+
+
+async def _not_kept(right: Any, self: RosterCheck, now: Any) -> None:
+    """Compares the roster as if no engine left there that stays for the manager."""
+    roster = now.view.roster
+    staying = {
+        rank
+        for rank, handle in self._fleet.engines.items()
+        if not handle.leaving and handle.find_in(roster)
+    }
+    view = msgspec.structs.replace(now.view, roster=rosters.cancel_leave(roster, staying))
+    await right(self, msgspec.structs.replace(now, view=view))
+
+
+async def _ended_only(right: Any, self: Fleet, handle: Any) -> None:
+    try:
+        if await self._may_end([handle]):
+            await self._placement.end(handle)
+    finally:
+        del self.starting[handle.rank]
+        self.on_change()
 
 
 def _all_stay(
@@ -408,6 +430,12 @@ BUGS = {
     ),
     "manager: its successor does not know that a drain is by name": Bug(
         Drain, "resume", _resumed_without_name, campaigns=True
+    ),
+    "manager: an engine that leaves by mistake is not kept": Bug(
+        RosterCheck, "compare", _not_kept, campaigns=True
+    ),
+    "manager: an engine whose start is cancelled stays in the roster": Bug(
+        Fleet, "_discard", _ended_only, campaigns=True
     ),
     "manager: its successor does not know the drains": Bug(
         Fleet, "inherit", _nothing, campaigns=True

@@ -4,11 +4,15 @@ Invariant: a call is in progress from when it is sent until its answer. When the
 notices it a while later. If the actor is restarted, it runs all calls again from their beginning,
 except those whose callers are dead, because the callers send them again. Otherwise the calls fail
 with `ActorDied`.
+
+A single call may also fail with `ActorUnavailable`, because the connection of its caller broke for
+a moment. The actor may have executed it before, may execute it later, or never does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
@@ -16,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from swell.cluster.control.ray.actor_errors import ActorDied, ActorRaised
+from swell.cluster.control.ray.actor_errors import ActorDied, ActorRaised, ActorUnavailable
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process
 
@@ -24,6 +28,18 @@ if TYPE_CHECKING:
     from tests.simulator.simulated_ray.ray import SimPlacementGroup, SimRayCluster
 
 _CUT_RETRY_S = 0.1
+
+
+class Failure(enum.Enum):
+    """Ways in which a call fails with `ActorUnavailable`."""
+
+    LOST = "lost"
+    """The call fails at once. If it does not run yet, it never runs."""
+    RUNS = "runs"
+    """The call fails at once, and runs to its end."""
+    ANSWER_LOST = "answer lost"
+    """The call runs, and its answer is lost."""
+
 
 Make = Callable[[Process, bool], Any]
 """Creates the object in its process. The flag is True if the actor was restarted."""
@@ -51,13 +67,16 @@ class Concurrency:
 
 
 @dataclass(eq=False)
-class _Call:
+class Call:
     method: str
     args: tuple[Any, ...]
     caller: Process
     future: asyncio.Future[Any]
     life: int = 0
     """The number of the actor's process that runs it; 0: none."""
+    is_settled: bool = False
+    """Whether its caller has its result."""
+    loses_answer: bool = False
 
 
 class SimActor:
@@ -82,10 +101,10 @@ class SimActor:
         self._concurrency, self._restarts = concurrency, restarts
         self._impl: Any = None
         self._life = 0
-        self._calls: dict[_Call, None] = {}
+        self._calls: dict[Call, None] = {}
         self._running: Counter[str] = Counter()
         """The number of calls that run, by concurrency group."""
-        self._waiting: defaultdict[str, deque[_Call]] = defaultdict(deque)
+        self._waiting: defaultdict[str, deque[Call]] = defaultdict(deque)
         self._arrives_at: dict[Process, float] = {}
         """When the latest delayed call of each caller arrives."""
         if group is not None:
@@ -122,7 +141,7 @@ class SimActor:
         self._impl = self._make(self.process, again)
         self._running.clear()
         self._waiting.clear()
-        self._calls = {call: None for call in self._calls if call.caller.alive}
+        self._calls = dict.fromkeys(self.calls)
         for call in self._calls:
             self._execute(call, self._life)
 
@@ -177,9 +196,25 @@ class SimActor:
 
     # ---------------------------------------------------------------- calls
 
+    @property
+    def calls(self) -> list[Call]:
+        """The calls of living callers that wait for their answers."""
+        return [each for each in self._calls if each.caller.alive and not each.is_settled]
+
+    def fail(self, call: Call, failure: Failure) -> None:
+        """Makes a call fail with `ActorUnavailable`."""
+        if failure is Failure.ANSWER_LOST:
+            call.loses_answer = True
+            return
+        error = ActorUnavailable(f"the connection to {self.name} broke")
+        if failure is Failure.LOST:
+            self._settle(call, None, error)
+        else:
+            self._report(call, None, error)
+
     def call(self, caller: Process, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         future: asyncio.Future[Any] = caller.loop.create_future()
-        call = _Call(method, args, caller, future)
+        call = Call(method, args, caller, future)
         self._calls[call] = None
         now, way_s = self._cluster.kernel.now, self._cluster.way_s()
         if now < self._cluster.slow_until:  # a caller's calls do not overtake each other
@@ -189,7 +224,7 @@ class SimActor:
         self._cluster.net.on_sent(method, None, now + way_s)
         return future
 
-    def _after_way(self, call: _Call, way_s: float, arrive: Callable[[_Call], None]) -> None:
+    def _after_way(self, call: Call, way_s: float, arrive: Callable[[Call], None]) -> None:
         """Calls `arrive` after the delay between the hosts of the caller and the actor. Nothing
         arrives during a cut."""
         cluster = self._cluster
@@ -202,13 +237,13 @@ class SimActor:
 
         cluster.kernel.at(cluster.kernel.now + way_s, WORLD, look)
 
-    def _deliver(self, call: _Call) -> None:
+    def _deliver(self, call: Call) -> None:
         if self.dead:
             self._settle(call, None, ActorDied(f"the actor {self.name} has died"))
         elif self._impl is not None and self.process is not None:
             self.process.kernel.soon(self.process, self._execute, call, self._life)
 
-    def _execute(self, call: _Call, life: int) -> None:
+    def _execute(self, call: Call, life: int) -> None:
         """Runs a call. Runs in the actor's process."""
         if life != self._life or call.life == life or call not in self._calls:
             return
@@ -221,7 +256,7 @@ class SimActor:
         call.life = life
         self.process.loop.create_task(self._run(call, life), name=call.method)
 
-    async def _run(self, call: _Call, life: int) -> None:
+    async def _run(self, call: Call, life: int) -> None:
         result: Any = None
         failed: Exception | None = None
         try:
@@ -240,10 +275,17 @@ class SimActor:
         while (waiting := self._waiting[group]) and self._running[group] < limit:
             self._execute(waiting.popleft(), life)  # perhaps it has run already
 
-    def _settle(self, call: _Call, result: Any, error: Exception | None) -> None:
+    def _settle(self, call: Call, result: Any, error: Exception | None) -> None:
         if call not in self._calls:
             return
         del self._calls[call]
+        if not call.is_settled:
+            self._report(call, result, error)
+
+    def _report(self, call: Call, result: Any, error: Exception | None) -> None:
+        if call.loses_answer:
+            result, error = None, ActorUnavailable(f"the connection to {self.name} broke")
+        call.is_settled = True
         self._cluster.kernel.trace(f"ray: {self.name}.{call.method} {error!r}".encode())
         self._cluster.kernel.soon(call.caller, _answer, call.future, result, error)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.ray.actor_errors import ActorDied, GcsUnavailable
+from swell.cluster.control.ray.actor_errors import ActorDied, ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
@@ -16,7 +16,7 @@ from tests.simulator.kernel.kernel import WORLD, Kernel
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network
 from tests.simulator.simulated_ray.ray import RayOptions, SimRayCluster
-from tests.simulator.simulated_ray.ray_actor import SimActor
+from tests.simulator.simulated_ray.ray_actor import Failure, SimActor
 from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, SimRay
 
 CONFIG = load({"model": {"path": "m"}})
@@ -40,6 +40,11 @@ class Actor:
 
     async def later(self, seconds: float) -> str:
         return await self.wait(seconds)
+
+    async def note(self, notes: list[str]) -> None:
+        notes.append("begins")
+        await self.wait(1.0)
+        notes.append("ends")
 
 
 class RayHosts:
@@ -342,5 +347,38 @@ def test_every_call_of_a_restarted_actor_is_answered() -> None:
         late = [asyncio.ensure_future(ray.call(actor, "later", 1.0)) for _ in range(3 * limit)]
         async with asyncio.timeout(400.0):
             await asyncio.gather(*early, *late)
+
+    hosts.run(work)
+
+
+@pytest.mark.parametrize(
+    ("failure", "fails_at_s", "runs"),
+    [
+        (Failure.LOST, 0.0, False),
+        (Failure.LOST, 0.5, True),
+        (Failure.RUNS, 0.0, True),
+        (Failure.ANSWER_LOST, 0.0, True),
+    ],
+)
+def test_a_single_call_fails_as_unavailable(
+    failure: Failure, fails_at_s: float, runs: bool
+) -> None:
+    hosts = RayHosts()
+
+    async def work() -> None:
+        ray, notes = hosts.ray, list[str]()
+        actor = await hosts.engine("engine")
+        await ray.call(actor, "where")
+        begun, noting = hosts.kernel.now, asyncio.ensure_future(ray.call(actor, "note", notes))
+        await asyncio.sleep(fails_at_s)
+        [call] = actor.calls
+        actor.fail(call, failure)
+        with pytest.raises(ActorUnavailable):
+            await noting
+        took_s = hosts.kernel.now - begun
+        assert (took_s > 1.0) == (failure is Failure.ANSWER_LOST)
+        await asyncio.sleep(2.0)
+        assert notes == (["begins", "ends"] if runs else [])
+        assert (await ray.call(actor, "where"))[1] == "host0"
 
     hosts.run(work)
