@@ -9,8 +9,8 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 
+from tests.simulator.coverage import table
 from tests.simulator.faults import FAULTS
-from tests.simulator.laws.coverage import table
 from tests.simulator.laws.laws import Run, judge
 from tests.simulator.scenario import Scenario, draw
 from tests.simulator.shrink import kind_of, shrink

@@ -13,6 +13,7 @@ from random import Random
 from tests.simulator.draws.faults import draw_time
 from tests.simulator.draws.kinds import BUSY_CHANGES, CHANGES, OF_KIND, SELDOM, Mix
 from tests.simulator.draws.moments import draw_moment
+from tests.simulator.draws.successions import draw_succession
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
     FAST_STEP_S,
@@ -32,6 +33,8 @@ _PAUSES_S = (0.5, 2.0, 4.0)
 """The times between two moments. A campaign has one of them."""
 _ARRIVALS_S = 4.0
 """The time after the last moment within which requests arrive."""
+_SUCCESSION_SHARE = 0.2
+"""The share of campaigns with a long succession of versions or managers."""
 _POISON_SHARE = 0.05
 _CROWD, _CROWD_S = 5, 0.2
 """The greatest number of requests of a crowd, and the time within which they arrive."""
@@ -71,6 +74,11 @@ def draw_campaign(
         operations += moment.operations
         crowds += moment.crowds
         at += pause_s * (0.5 + random.random())
+    further = Random(f"succession:{scenario.seed}")
+    if further.random() < _SUCCESSION_SHARE:
+        moment = draw_succession(further, mix, further.choice((*moments, at)))
+        faults += moment.faults
+        operations += moment.operations
     if focus is not None:
         faults = [replace(each, target=focus) for each in faults]
     seldom = [kind for kind in SELDOM if kind in kinds] if is_busy else []

@@ -64,6 +64,18 @@ STEPS = (
 """Calls through Ray by which a manager carries out a change, one step after the other."""
 CALLS = ("adopt", "contact", "ended", "membership", "pause", "ready", "resume", "view", "wait")
 """Further calls through Ray, which may fail as the steps may."""
+FIRST_CALLS = (
+    "kv_put",
+    "kv_put",
+    "kv_put",
+    "kv_get",
+    "kv_keys",
+    "contact",
+    "membership",
+    "save_manager_state",
+    "adopt",
+)
+"""Calls through Ray by which a manager takes over."""
 BUSY_STEPS = ("start", "start", "start", "detach", "detach", "cancel_leave", "remove_failed")
 """Calls by which engines load other weights, leave, and stay after all."""
 CHANGES = ("scale", "scale", "drain", "pause", "upgrade", "upgrade")

@@ -17,10 +17,10 @@ from tests.simulator.control_plane import (
     SimIngress,
     SimRequest,
 )
+from tests.simulator.coverage import Transitions
 from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import simulated_exits
 from tests.simulator.laws.agreement import disagreements
-from tests.simulator.laws.coverage import Transitions
 from tests.simulator.laws.decisions import logged_defects
 from tests.simulator.laws.disturbances import LOOK_S
 from tests.simulator.laws.probe import Prober

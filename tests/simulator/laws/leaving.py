@@ -74,6 +74,7 @@ class LeavingWatch:
         self._named: set[str] = set()
         """The engines that an operator has taken out by their rank, by name."""
         plane.on_leave.append(self._on_leave)
+        plane.on_detach.append(self._on_detach)
         plane.on_answer.append(self._on_answer)
 
     def look(self) -> None:
@@ -121,6 +122,13 @@ class LeavingWatch:
             reason = self._kept.get(member.incarnation)
             if member.rank in ranks and reason is not None and reason == self._reason_to_leave():
                 self._break(f"engine {member.rank} was kept, and leaves without a request")
+
+    def _on_detach(self, ranks: list[int]) -> None:
+        """Forgets when the drain time of an engine ends that has left: it may join again."""
+        coordinator = self._plane.coordinator
+        for member in () if coordinator is None else coordinator.members:
+            if member.rank in ranks:
+                self._deadlines.pop(member.incarnation, None)
 
     def _reason_to_leave(self) -> object:
         """Returns what may make engines leave; None: it may change without a request."""

@@ -56,6 +56,9 @@ class MembershipWatch:
         self._asked: dict[int, tuple[SimCoordinator, SimEngine | None]] = {}
         """Incarnations that were asked to leave, with the coordinator that removed them, and the
         engine if it was healthy until it was out of the roster."""
+        self._asked_by: dict[int, set[SimCoordinator]] = {}
+        """The coordinators that were asked to let each engine leave, and have not kept it; by
+        incarnation."""
         self._ended: set[Process] = set()
         """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
@@ -312,6 +315,7 @@ class MembershipWatch:
                 if engine is not None and self._watch.may_lose(engine):
                     engine = None
                 self._asked[member.incarnation] = coordinator, engine
+                self._asked_by.setdefault(member.incarnation, set()).add(coordinator)
 
     def _look_at_asked(self, members: dict[int, Member]) -> None:
         """Excuses an engine that was silent for long after it was asked to leave, and before the
@@ -321,12 +325,13 @@ class MembershipWatch:
                 self._asked[incarnation] = coordinator, None
 
     def _on_keep(self, ranks: list[int]) -> None:
-        """Forgets earlier requests to leave: an engine that is kept leaves only after another
-        one."""
+        """Forgets earlier requests to leave: an engine that is kept leaves only after another one.
+        A coordinator that Ray has given up does not know that its successor keeps it."""
         coordinator = self._plane.coordinator
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
                 self._asked.pop(member.incarnation, None)
+                self._asked_by.get(member.incarnation, set()).discard(coordinator)
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
         """Checks that `left` in a view contains the engines that were asked to leave, and no
@@ -334,7 +339,7 @@ class MembershipWatch:
         an ingress may follow it as long as it hears it."""
         members = _by_incarnation(view.roster.members)
         for incarnation in view.roster.left:
-            if incarnation not in self._asked:
+            if not self._asked_by.get(incarnation):
                 self._break(f"an engine has left by epoch {view.roster.epoch}, and was not asked")
             if incarnation in members:
                 self._break(f"an engine has left by epoch {view.roster.epoch}, and is there")

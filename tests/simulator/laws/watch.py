@@ -35,6 +35,7 @@ from tests.simulator.laws.leaving import LeavingWatch
 from tests.simulator.laws.membership import MembershipWatch
 from tests.simulator.laws.pausing import PausingWatch
 from tests.simulator.laws.refusals import RefusalWatch
+from tests.simulator.laws.stored import StoredWatch
 
 SILENCE_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time until requests that were lost with a host, or with a path to it, continue elsewhere."""
@@ -111,6 +112,7 @@ class Watch:
         self._leaving = LeavingWatch(plane, self, self._calm, self._break)
         self._pausing = PausingWatch(plane, self, self._calm, self._break)
         self._refusals = RefusalWatch(plane, self._break)
+        self._stored = StoredWatch(plane, self._break)
         self.freed = FreedWatch(plane, self, self._calm, self._break)
 
     def look(self) -> None:

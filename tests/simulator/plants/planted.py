@@ -29,6 +29,9 @@ from swell.cluster.control.engines.roster_check import RosterCheck
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan import control_state, upgrade, upgrade_plan
 from swell.cluster.control.plan.backoff import Backoff
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
+from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage
+from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.coordinator import roster as rosters
@@ -234,6 +237,18 @@ async def _ended_only(right: Any, self: Fleet, handle: Any) -> None:
         self.on_change()
 
 
+def _back_to_the_rejected(right: Any, record: UpgradeRecord) -> str:
+    is_given_up = record.stage in (UpgradeStage.ROLLING_BACK, UpgradeStage.FAILED)
+    return record.previous if is_given_up and record.previous in record.proven else right(record)
+
+
+async def _claims_too(right: Any, self: CheckpointStore) -> ClusterCheckpoint:
+    keys = await self._checkpoint_keys()
+    others = [key for key in keys if not key.endswith(self._checkpoint)]
+    found = await self._read_key(others[-1]) if others else None
+    return found or await right(self)
+
+
 def _all_stay(
     right: Any, state: Any, fleet: Any, waiting: Any, needed: Any, done: Any, now: Any
 ) -> Any:
@@ -354,7 +369,11 @@ BUGS = {
         campaigns=True,
     ),
     "coordinator: whose repair is not heard of stays out": Bug(
-        CoordinatorStateMachine, "_check_repairs", lambda right, *args: [], campaigns=True
+        CoordinatorStateMachine,
+        "_check_repairs",
+        lambda right, *args: [],
+        ("lose-worker", "black-hole", "drop"),
+        campaigns=True,
     ),
     "coordinator: time in which it was stopped counts as silence": Bug(
         ListeningClock,
@@ -370,7 +389,7 @@ BUGS = {
         campaigns=True,
     ),
     "coordinator: an engine that comes late has the epoch of the others": Bug(
-        WaveCoordinator, "introduced", lambda right, *args: [], campaigns=True
+        WaveCoordinator, "introduced", lambda right, *args: [], shape=shapes.half_cut_group
     ),
     "coordinator: it keeps any state of a manager": Bug(
         CoordinatorService, "_keep", _any_state, campaigns=True
@@ -415,10 +434,13 @@ BUGS = {
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
     "coordinator: an engine that is kept is detached": Bug(
-        CoordinatorStateMachine, "cancel_leave", _detached_all_the_same, campaigns=True
+        CoordinatorStateMachine,
+        "cancel_leave",
+        _detached_all_the_same,
+        shape=shapes.kept_by_a_successor,
     ),
     "coordinator: a dead engine takes its successor along": Bug(
-        CoordinatorStateMachine, "remove_failed", _any_incarnation, campaigns=True
+        CoordinatorStateMachine, "remove_failed", _any_incarnation, shape=shapes.slow_removal
     ),
     "manager: a version in use is forgotten": Bug(
         upgrade,
@@ -439,6 +461,12 @@ BUGS = {
     ),
     "manager: its successor does not know the drains": Bug(
         Fleet, "inherit", _nothing, campaigns=True
+    ),
+    "manager: a change that fails returns to a version that was given up": Bug(
+        upgrade, "_fallback", _back_to_the_rejected, campaigns=True
+    ),
+    "manager: it takes the claim of a lost manager for its state": Bug(
+        CheckpointStore, "read", _claims_too, campaigns=True
     ),
 }
 

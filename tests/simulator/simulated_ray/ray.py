@@ -93,6 +93,8 @@ class SimRayCluster:
         self._longest_delay_s = 0.0
         self.on_end: list[Callable[[Process], None]] = []
         """Called with a living process before it is killed on request."""
+        self.on_put: list[Callable[[bytes, bytes], None]] = []
+        """Called when the GCS has stored a value: with its key, and the value."""
         self._lives: dict[str, int] = {}
         self._delayed: list[tuple[str, Callable[[], None]]] = []
         """Requests that cannot reach the GCS, with the hosts that sent them."""

@@ -211,7 +211,7 @@ class SimRay:
     # ---------------------------------------------------------------- keys and values
 
     async def kv_get(self, key: bytes) -> bytes | None:
-        return await self._request(lambda: self._cluster.values.get(key))
+        return await self._request(lambda: self._cluster.values.get(key), "kv_get")
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
         values = self._cluster.values
@@ -220,13 +220,16 @@ class SimRay:
             if key in values and not overwrite:
                 return False
             values[key] = value
+            for call in self._cluster.on_put:
+                call(key, value)
             return True
 
         return await self._request(put, "kv_put")
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
         return await self._request(
-            lambda: sorted(key for key in self._cluster.values if key.startswith(prefix))
+            lambda: sorted(key for key in self._cluster.values if key.startswith(prefix)),
+            "kv_keys",
         )
 
     async def kv_delete(self, prefix: bytes) -> None:

@@ -1,0 +1,91 @@
+"""Laws about the state that managers store for their successors: each one begins with what the one
+before it has left, and a change that is given up leaves the version before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
+from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage
+from tests.simulator.control_plane import ControlPlane
+
+_CHECKPOINT = b":note-"
+"""Part of the keys under which managers store their state."""
+_KEPT = ("target", "pause_requested", "sleep", "served", "adapters")
+"""The fields of the desired state with which a manager begins."""
+
+
+class StoredWatch:
+    """Checks these laws whenever a manager stores its state."""
+
+    def __init__(self, plane: ControlPlane, broken: Callable[[str], None]) -> None:
+        self._break = broken
+        self._term = 0
+        """The term of the manager that took over last."""
+        self._written: ClusterCheckpoint | None = None
+        """The newest stored state of this manager; None: it has stored nothing yet."""
+        self._left = [ClusterCheckpoint()]
+        """The states that this manager may have found: the one that was stored when it took
+        over, and late ones of earlier managers, which it may have missed."""
+        plane.ray.on_put.append(self._on_put)
+
+    def _on_put(self, key: bytes, value: bytes) -> None:
+        if _CHECKPOINT not in key:
+            return
+        stored = msgspec.msgpack.decode(value, type=ClusterCheckpoint)
+        term = stored.desired.term
+        if term > self._term:
+            if self._written is not None:
+                self._left = [self._written]
+            self._term, self._written = term, None
+        elif term < self._term:
+            self._left.append(stored)
+        elif self._written is not None:
+            self._report([*_mistaken(self._written.upgrade, stored.upgrade)])
+            self._written = stored
+        else:
+            found = [[*_lost(left, stored)] for left in self._left]
+            self._report(min(found, key=len))
+            self._written = stored
+
+    def _report(self, defects: list[str]) -> None:
+        for defect in defects:
+            self._break(f"the manager of term {self._term} {defect}")
+
+
+def _lost(left: ClusterCheckpoint, first: ClusterCheckpoint) -> Iterator[str]:
+    """Yields what the first state of a manager lacks of the state that it found."""
+    before, after = left.upgrade, first.upgrade
+    if not before.versions:
+        return
+    if after.deployed == before.deployed and after != before:
+        yield f"has lost the record of the upgrade: {before.wanted}, {before.phase}"
+    if after.versions[-1].number < before.versions[-1].number:
+        yield f"does not know the version {before.versions[-1].name}"
+    if lost := {drain.name for drain in left.drains} - {drain.name for drain in first.drains}:
+        yield f"has lost the drains of {sorted(lost)}"
+    if first.desired.number == left.desired.number + 1:  # coordinator and engines keep none newer
+        for name in _KEPT:
+            if getattr(first.desired, name) != getattr(left.desired, name):
+                yield f"has lost the {name} of the cluster"
+    yield from _mistaken(before, after)
+
+
+def _mistaken(before: UpgradeRecord, after: UpgradeRecord) -> Iterator[str]:
+    """Yields why a change would be given up for a wrong version: for another one than the version
+    before it, which all engines ran, although that one has served."""
+    if after.stage is UpgradeStage.SETTLED or not before.versions:
+        return
+    right = {_before_change(before)}
+    if after.counts.done > before.counts.done:  # the change has been completed meanwhile
+        right.add(before.wanted)
+    fallback = _before_change(after)
+    if fallback not in right and right & {*after.proven}:
+        yield f"gives a change up for {fallback}, and {sorted(right)} was the version before it"
+
+
+def _before_change(record: UpgradeRecord) -> str:
+    """Returns the version to which a change returns, or that holds without one."""
+    return record.previous if record.stage is UpgradeStage.IN_PROGRESS else record.wanted
