@@ -46,11 +46,11 @@ def test_keys_on_the_pages_exist(page) -> None:
 
 
 def test_an_unknown_key_is_found() -> None:
-    assert KEY.findall("set `cache.dtype: fp8` and `cluster.ports`") == [
-        ("cache", "dtype"),
+    assert KEY.findall("set `cache.kv_type: fp8` and `cluster.ports`") == [
+        ("cache", "kv_type"),
         ("cluster", "ports"),
     ]
-    assert "dtype" not in {field.name for field in msgspec.structs.fields(SECTIONS["cache"])}
+    assert "kv_type" not in {field.name for field in msgspec.structs.fields(SECTIONS["cache"])}
 
 
 def test_the_defaults_of_the_autoscaler_are_those_on_the_page() -> None:

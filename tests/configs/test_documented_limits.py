@@ -83,7 +83,7 @@ def test_the_limits_on_a_page_equal_those_in_the_code(page: str) -> None:
 
 def test_the_routes_without_a_key_are_those_on_the_page() -> None:
     page = " ".join((ROOT / "docs" / "operate" / "security.md").read_text().split())
-    listed = re.search(r"in constant time\. ((?:`/[^`]+`[, and]*)+) need no key", page)
+    listed = re.search(r"in constant time\. ((?:`/[^`]*`[, and]*)+) need no key", page)
     assert listed is not None
     open_paths = {
         path

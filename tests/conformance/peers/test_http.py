@@ -208,7 +208,7 @@ def test_trailing_slashes(in_process_server: InProcessServer, path: str) -> None
     assert ok(in_process_server.client.post(path + "/", json=model_body(**PLAIN[path])))
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/", "/v1/images/generations"])
+@pytest.mark.parametrize("path", ["/v1/chat/nothing", "/v1", "/nothing", "/v1/images/generations"])
 def test_unknown_routes_are_404(in_process_server: InProcessServer, path: str) -> None:
     """vLLM test_validation_exception_handler.py: a 404 in OpenAI's form"""
     assert refused(in_process_server.client.post(path, json={}), 404)["message"]
