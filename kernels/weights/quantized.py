@@ -49,7 +49,7 @@ class QuantizedForm:
 
     @property
     def zero(self) -> int:
-        """The integer of the number zero, if there are no minima."""
+        """The integer that represents zero in a form without minima."""
         return 1 << (self.bits - 1)
 
     def block_bytes(self, panel: int) -> int:

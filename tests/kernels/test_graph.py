@@ -146,7 +146,7 @@ def test_a_chain_uses_only_the_memory_of_its_widest_step(length, size):
 
 
 def test_functions_that_cannot_be_recorded_refuse_a_recording():
-    """They would run once, on tensors that nothing has computed."""
+    """During a recording such a function would run once, on tensors that nothing has computed."""
     from swell.kernels.bitmask import apply_bitmask
     from swell.kernels.logprobs import rank_tokens
     from swell.kernels.sample import uniform_noise

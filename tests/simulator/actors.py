@@ -223,7 +223,7 @@ class SimEngine:
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
         self.stopped_at: float | None = None
-        """The time at which a manager told the engine to stop; Ray kills its process later."""
+        """The time at which a manager stopped the engine. Ray kills its process later."""
         self._manager = NO_MANAGER
         self._ended, self._served = asyncio.Event(), asyncio.Event()
         self.executor = SimExecutor(

@@ -402,7 +402,7 @@ class _CapturedSteps(_FixedSteps):
         self._is_checked = 0 < batch.num_samples <= self.sizes.samples
         if not self._is_checked:  # there are no results to compare, or not enough room for them
             return True
-        # Of a step that will not be replayed, the part is compared that a replay can compute.
+        # If the step cannot be replayed, only the part that a replay can compute is compared.
         batch = replace(batch, all_hidden=False, prompt_embeds=None)
         forward, head = self._forward, self._head
         hidden = forward.hidden(batch, self._intermediate, head)

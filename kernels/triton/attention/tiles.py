@@ -98,7 +98,7 @@ def attend_tiles(
         fade = tl.exp2(m - shift)
         total = total * fade + tl.sum(p, 1)
         if is_quantized(v_cache.dtype.element_ty):
-            # They are converted in registers, which the keys have left by now.
+            # The values are converted in registers, and the keys need these no longer.
             values, scales = load_vectors(
                 v_cache, v_part, index, is_key, column, queries.dtype, BLOCK_TOKENS, DIM
             )

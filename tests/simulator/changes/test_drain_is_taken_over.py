@@ -148,7 +148,7 @@ def test_an_engine_that_has_loaded_other_weights_has_a_new_drain_time() -> None:
 
 def test_a_drain_is_extended_while_no_coordinator_can_mark_its_engine() -> None:
     """A manager continues the drain of an engine that reloads, and the coordinator terminates
-    before it is told so."""
+    before the manager can tell it."""
     faults = (
         Fault("kill-control", 6.04325292123336, 2),
         Fault("kill-control", 10.53913336246946, 2),

@@ -30,8 +30,8 @@ or two."""
 _FORMED_S = 6.0
 """The time within which a group must form: each lost message is noticed a heartbeat later."""
 _DEAD_S = 1.0
-"""The time within which an engine that a manager has ended is out of the roster. It is shorter than
-the period in which the manager compares the roster, because nobody may send requests to it."""
+"""The time within which an engine that a manager has ended must leave the roster. It is shorter
+than the period of the manager's roster check: no ingress may send requests to that engine."""
 _AGAIN_S = 3.0
 """The time within which a call that has failed is repeated."""
 _WANTED_S = 3.0

@@ -234,8 +234,8 @@ def test_engines_join_the_successor_of_a_coordinator_whose_host_is_lost() -> Non
 
 
 def test_an_engine_that_begins_to_leave_joins_a_successor_as_leaving() -> None:
-    """The coordinator is lost before it answers, and its successor does not know that a manager
-    told the engine to leave."""
+    """The coordinator is lost before it answers, and its successor does not know that the engine
+    should leave."""
 
     async def scenario() -> None:
         ray = LostActor()
