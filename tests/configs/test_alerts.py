@@ -53,8 +53,14 @@ def test_the_metrics_of_a_rule_exist(rule: dict) -> None:
 
 def test_the_monitoring_page_lists_exactly_the_alerts() -> None:
     page = (ROOT / "docs" / "operate" / "monitoring.md").read_text()
-    named = re.findall(r"^\| `(Swell\w+)`", page, re.MULTILINE)
+    named = re.findall(r"^### (Swell\w+)$", page, re.MULTILINE)
     assert named == [rule["alert"] for rule in RULES]
+
+
+def test_each_alert_links_to_its_section() -> None:
+    for rule in RULES:
+        link = f"docs/operate/monitoring.md#{rule['alert'].lower()}"
+        assert rule["annotations"]["runbook_url"] == link
 
 
 def test_prometheus_accepts_the_files_and_each_rule_fires() -> None:
