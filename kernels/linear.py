@@ -122,7 +122,8 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
 
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
-    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden].
+    """Rows `ids` [T] int of weight [N, hidden] -> new [T, hidden]. On a CPU, raises `IndexError`
+    for an id outside the weight, also at the end of a replay.
 
     Backends: reference, cpu, triton.
     """

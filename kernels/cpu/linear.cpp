@@ -96,6 +96,28 @@ SWELL_API void swell_embedding(const EmbeddingArgs* a) {
   a->is_bf16 ? run(bf16{}) : run(float{});
 }
 
+struct TableRowsArgs {
+  const int64_t* ids;
+  int64_t* rows;
+  const int64_t* current;  // the number of rows of the table in this step; null: it is `count`
+  int64_t tokens, wraps, count;
+  int64_t outside, id;  // the number of ids outside the table, and the last of them
+};
+
+// Rows of a table; 0 for an id outside it. `wraps`: negative ids count from the end.
+SWELL_API void swell_table_rows(TableRowsArgs* a) {
+  if (a->current) a->count = *a->current;
+  a->outside = 0;
+  for (int64_t t = 0; t < a->tokens; t++) {
+    const int64_t id = a->ids[t], row = a->wraps && id < 0 ? id + a->count : id;
+    const bool is_inside = row >= 0 && row < a->count;
+    a->rows[t] = is_inside ? row : 0;
+    if (is_inside) continue;
+    a->outside++;
+    a->id = id;
+  }
+}
+
 struct LocalIdsArgs {
   const int64_t* ids;
   int64_t *local, tokens, start, count;

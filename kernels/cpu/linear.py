@@ -3,6 +3,8 @@ neighbouring outputs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -30,6 +32,21 @@ _embedding = Function(
     "tokens",
     **dict.fromkeys(("ids", "w", "y"), POINTER),
     **dict.fromkeys(("tokens", "size", "panel", "is_bf16"), INT),
+)
+
+
+def _check_ids(found: Any) -> None:
+    """`found`: the struct `TableRowsArgs`."""
+    if found.outside:
+        raise IndexError(f"index {found.id} is out of range: the table has {found.count} rows")
+
+
+_table_rows = Function(
+    "swell_table_rows",
+    "tokens",
+    _check_ids,
+    **dict.fromkeys(("ids", "rows", "current"), POINTER),
+    **dict.fromkeys(("tokens", "wraps", "count", "outside", "id"), INT),
 )
 _local_ids = Function(
     "swell_local_ids",
@@ -150,23 +167,52 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
     if weight.dtype not in TYPES:
         return reference.embedding(ids, weight)
+    return gather(table_rows(ids, _num_rows(weight)), weight)
+
+
+def table_rows(
+    ids: Tensor, count: int, *, wraps: bool = False, current: int | None = None
+) -> Tensor:
+    """Returns the rows of a table that `ids` select, int64. `wraps`: negative ids count from the
+    end. `count`: the number of rows; `current`: the address of the int64 that is their number in a
+    replay, if it changes.
+
+    Raises `IndexError` for an id outside the table; a replay that finds one does so at its end.
+    """
+    ids = _as_int64(ids)
+    rows = torch.empty_like(ids)
+    pointers = ids.data_ptr(), rows.data_ptr(), current
+    _table_rows(*pointers, ids.numel(), wraps, count, 0, 0, used=(ids, rows))
+    return rows
+
+
+def _num_rows(weight: Weight) -> int:
+    return len(weight) if isinstance(weight, Tensor) else weight.out_features
+
+
+def _as_int64(ids: Tensor) -> Tensor:
+    if ids.dtype == torch.int64 and ids.is_contiguous():
+        return ids
+    return ids.to(torch.int64).contiguous()
+
+
+def gather(rows: Tensor, weight: Weight) -> Tensor:
+    """Returns the rows of a matrix with these indices, which are inside it."""
     if isinstance(weight, Tensor):
         data, size, panel = weight, weight.shape[1], 1
     else:
         data, size, panel = weight.data, weight.in_features, PANEL
     assert data.is_contiguous()
-    if ids.dtype != torch.int64 or not ids.is_contiguous():
-        ids = ids.to(torch.int64).contiguous()
-    out = torch.empty((*ids.shape, size), dtype=weight.dtype)
-    is_bf16, used = weight.dtype == torch.bfloat16, (ids, data, out)
-    pointers = ids.data_ptr(), data.data_ptr()
+    out = torch.empty((*rows.shape, size), dtype=weight.dtype)
+    is_bf16, used = weight.dtype == torch.bfloat16, (rows, data, out)
+    pointers = rows.data_ptr(), data.data_ptr()
     if isinstance(weight, PackedQuantizedTensor):
-        sizes = ids.numel(), size, weight.out_features, 1, is_bf16
+        sizes = rows.numel(), size, weight.out_features, 1, is_bf16
         _quantized_embedding(
             *pointers, None, out.data_ptr(), None, *sizes, *_form(weight), used=used
         )
     else:
-        _embedding(*pointers, out.data_ptr(), ids.numel(), size, panel, is_bf16, used=used)
+        _embedding(*pointers, out.data_ptr(), rows.numel(), size, panel, is_bf16, used=used)
     return out
 
 
@@ -174,13 +220,11 @@ def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
     if weight.dtype not in TYPES:
         return reference.embedding_part(ids, weight, start)
-    count = len(weight) if isinstance(weight, Tensor) else weight.out_features
-    if ids.dtype != torch.int64 or not ids.is_contiguous():
-        ids = ids.to(torch.int64).contiguous()
+    ids = _as_int64(ids)
     local = torch.empty_like(ids)
-    place = ids.numel(), start, count
+    place = ids.numel(), start, _num_rows(weight)
     _local_ids(ids.data_ptr(), local.data_ptr(), *place, used=(ids, local))
-    found = embedding(local, weight)
+    found = gather(local, weight)
     row_bytes = found.shape[-1] * found.itemsize
     _zero_rows(ids.data_ptr(), found.data_ptr(), *place, row_bytes, used=(ids, found))
     return found

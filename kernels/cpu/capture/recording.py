@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import le
 from typing import Any, NamedTuple
@@ -56,9 +56,16 @@ class Recording:
         self.rows: dict[int, int] = {}
         """The storages of tensors that calls with rows use -> the number of rows of the first."""
         self._references: list[object] = []
+        self._checks: list[tuple[Callable[[ctypes.Structure], None], ctypes.Structure]] = []
         self._current_sizes = (INT * len(sizes))()
         self._replay = _Replay(sizes=ctypes.addressof(self._current_sizes))
         self._address = ctypes.addressof(self._replay)
+
+    def address_of_current(self, rows: int) -> int:
+        """Returns the address of the int64 that is the number of rows in a replay, for one of the
+        numbers of rows of the recording."""
+        size = self._sizes.index(rows)
+        return ctypes.addressof(self._current_sizes) + size * ctypes.sizeof(INT)
 
     def note_arithmetic(self) -> None:
         """Notes that a recorded call computes torch's own arithmetic."""
@@ -98,6 +105,11 @@ class Recording:
         calls = (_Call * len(self._recorded_calls))(
             *(_call(recorded_call) for recorded_call in self._recorded_calls)
         )
+        self._checks = [
+            (recorded_call.function.check, recorded_call.arguments)
+            for recorded_call in self._recorded_calls
+            if recorded_call.function.check is not None
+        ]
         self._replay.calls, self._replay.count = ctypes.addressof(calls), len(calls)
         self._references.append(calls)
         self._recorded_calls = []
@@ -126,10 +138,13 @@ class Recording:
         self._references.append(memory)
 
     def replay(self, *sizes: int) -> None:
-        """Makes the calls for the first rows; `sizes`: the numbers of rows."""
+        """Makes the calls for the first rows; `sizes`: the numbers of rows. Raises what the checks
+        of the calls raise."""
         assert all(map(le, sizes, self._sizes)), sizes
         self._current_sizes[:] = list(sizes)
         _replay(self._address)
+        for check, arguments in self._checks:
+            check(arguments)
 
     @property
     def progress(self) -> int:
@@ -165,10 +180,18 @@ def recorded(sizes: tuple[int, ...]) -> Iterator[Recording]:
 class Function:
     """A function of the compiled library."""
 
-    def __init__(self, name: str, rows: str, /, **fields: type) -> None:
+    def __init__(
+        self,
+        name: str,
+        rows: str,
+        check: Callable[[ctypes.Structure], None] | None = None,
+        /,
+        **fields: type,
+    ) -> None:
         """`fields`: name -> type of each member of its struct, in order; `rows`: the member with
-        the number of rows; the function must compute each row by itself."""
-        self.name, self.rows = name, rows
+        the number of rows; the function must compute each row by itself; `check`: raises an
+        exception if the struct says after a call that the arguments were wrong."""
+        self.name, self.rows, self.check = name, rows, check
         self.pointers = [field for field, kind in fields.items() if kind is POINTER]
         self._run = getattr(library(), name)
         self._run.argtypes, self._run.restype = [POINTER], None
@@ -186,6 +209,8 @@ class Function:
             _current.recording.record(self, arguments, used, has_rows)
         else:
             self._run(ctypes.byref(arguments))
+            if self.check is not None:
+                self.check(arguments)
         return arguments
 
 

@@ -1,6 +1,7 @@
 """The operations of torch that a recording of the CPU backend repeats.
 
     VIEWS, MAKERS   run while a step is recorded, and need not be repeated
+    LOOKUPS         select rows of a table, each of whose ids is checked
     COMPOSED        are other operations of torch or of this backend, which are recorded
     POINTWISE       are recorded as calls of `pointwise.cpp`; so are REDUCTIONS
     anything else   is decomposed by torch, or refused
@@ -90,6 +91,15 @@ class Step:
                 raise NotCapturableError("a row of a result depends on several rows")
         return dim
 
+    def current_rows(self, table: Tensor) -> int | None:
+        """Returns the address of a table's number of rows in a replay; None: it does not change."""
+        if self.is_constant(table):
+            return None
+        rows = self._rows(table)
+        if len(table) != rows:
+            raise NotCapturableError("a selection of columns")
+        return self.recording.address_of_current(rows)
+
     def _rows(self, tensor: Tensor) -> int:
         """Returns the number of rows of a tensor that is not constant."""
         known = self.recording.rows.get(_storage(tensor)) if self.is_made(tensor) else None
@@ -114,6 +124,9 @@ class UnrecordedStep(Step):
         return True
 
     def row(self, result: Tensor, operands: Sequence[Tensor]) -> None:
+        return None
+
+    def current_rows(self, table: Tensor) -> None:
         return None
 
 
@@ -282,24 +295,6 @@ def _stack(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     return _cat([t.unsqueeze(dim) for t in tensors], dim)
 
 
-def _embedding(weight: Tensor, ids: Tensor, *_: Any) -> Tensor:
-    if weight.dim() != 2 or not weight.is_contiguous() or weight.dtype not in build.TYPES:
-        raise NotCapturableError("a lookup in a table of this form")
-    return linear.embedding(ids, weight)
-
-
-def _index_select(x: Tensor, dim: int, ids: Tensor) -> Tensor:
-    if dim:
-        raise NotCapturableError("a selection of columns")
-    return _embedding(x, ids)
-
-
-def _index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
-    if len(indices) != 1 or indices[0] is None or indices[0].dtype == torch.bool:
-        raise NotCapturableError("a selection by several indices")
-    return _embedding(x, indices[0])
-
-
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, None, None]:
@@ -311,12 +306,54 @@ def _layer_norm(
 COMPOSED: dict[str, Callable[..., Any]] = {
     "cat": _cat,
     "stack": _stack,
-    "embedding": _embedding,
-    "index_select": _index_select,
-    "index": _index,
     "native_layer_norm": _layer_norm,
 }
 """The name of an operation -> what computes it by other operations that are recorded."""
+
+
+class _Lookup(NamedTuple):
+    """A selection of rows of a table."""
+
+    table: Tensor
+    ids: Tensor
+    wraps: bool = False
+    """Whether negative ids count from the end."""
+
+
+def _embedding(table: Tensor, ids: Tensor, *_: Any) -> _Lookup:
+    return _Lookup(table, ids)
+
+
+def _index_select(x: Tensor, dim: int, ids: Tensor) -> _Lookup:
+    if dim % x.dim() or ids.dim() != 1:
+        raise NotCapturableError("a selection of columns, or of one row")
+    return _Lookup(x, ids)
+
+
+def _index(x: Tensor, indices: Sequence[Tensor | None]) -> _Lookup:
+    if len(indices) != 1 or indices[0] is None:
+        raise NotCapturableError("a selection by several indices")
+    return _Lookup(x, indices[0], wraps=True)
+
+
+LOOKUPS: dict[str, Callable[..., _Lookup]] = {
+    "embedding": _embedding,
+    "index_select": _index_select,
+    "index": _index,
+}
+"""The name of an operation -> a function of its arguments that returns the rows it selects."""
+
+
+def record_lookup(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Records a selection of rows, or runs it if the step is not recorded. Returns its result."""
+    table, ids, wraps = LOOKUPS[func.overloadpacket.__name__](*args, **kwargs)
+    if table.dim() != 2 or not table.is_contiguous() or table.dtype not in build.TYPES:
+        raise NotCapturableError("a lookup in a table of this form")
+    if ids.dtype not in (torch.int64, torch.int32):  # a mask, or an error
+        raise NotCapturableError(f"a selection by {ids.dtype}")
+    current = step.current_rows(table)
+    return linear.gather(linear.table_rows(ids, len(table), wraps=wraps, current=current), table)
+
 
 FACTORIES = {
     "zeros": 0,
