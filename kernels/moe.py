@@ -18,34 +18,34 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
-from swell.kernels.linear import FloatWeight
+from swell.kernels.linear import Weight
 
 ALIGNMENT = 16
 """Bytes to which the weights of experts are aligned on a GPU, which loads as many at once."""
 
 
-class ExpertTable(MutableMapping[int, tuple[FloatWeight, FloatWeight]]):
+class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
     """Maps the experts of a layer that a rank holds to their weights: gate over up [2 * size,
-    hidden] and down [hidden, size], all of one type and each contiguous. A backend for GPUs finds
-    the weights by their addresses in the device's memory."""
+    hidden] and down [hidden, size], for products of one type and each contiguous. A backend for
+    GPUs finds the weights by their addresses in the device's memory."""
 
     def __init__(
         self,
         count: int,
         device: torch.device,
-        weights: Mapping[int, tuple[FloatWeight, FloatWeight]] | None = None,
+        weights: Mapping[int, tuple[Weight, Weight]] | None = None,
     ) -> None:
         """`count`: the number of experts of the layer, E; `weights`: those held at first."""
-        self._weights: dict[int, tuple[FloatWeight, FloatWeight]] = {}
+        self._weights: dict[int, tuple[Weight, Weight]] = {}
         # [2, E] int64: the address of an expert's two weights; 0: not held. The tensor is changed
         # in place, because a captured step reads it.
         self.addresses = torch.zeros(2, count, dtype=torch.int64, device=device)
         self.update(weights or {})
 
-    def __getitem__(self, expert: int) -> tuple[FloatWeight, FloatWeight]:
+    def __getitem__(self, expert: int) -> tuple[Weight, Weight]:
         return self._weights[expert]
 
-    def __setitem__(self, expert: int, weights: tuple[FloatWeight, FloatWeight]) -> None:
+    def __setitem__(self, expert: int, weights: tuple[Weight, Weight]) -> None:
         self._weights[expert] = weights
         self._write_addresses(expert)
 
@@ -88,12 +88,12 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
     leaves it unchanged, as for -1.
 
     x [T, hidden]; experts [T, k] int64; out [T, k, hidden], contiguous, changes in place. Products
-    are those of `swell.kernels.linear.linear`, and an expert without tokens costs nothing. With
-    packed weights it is exact: out[t] has the same bits for any other tokens. Otherwise its
-    rounding depends in `reference` on how many tokens chose the same expert, and in `triton` only
-    on T. It never depends on other experts or their placement. In `reference` the host reads how
-    often each expert was chosen, so each call waits once for the device. Backends: reference,
-    triton.
+    are those of `swell.kernels.linear.linear`, and an expert without tokens costs nothing. Weights
+    may be quantized, except in `triton`. With packed weights it is exact: out[t] has the same bits
+    for any other tokens. Otherwise its rounding depends in `reference` on how many tokens chose the
+    same expert, and in `triton` only on T. It never depends on other experts or their placement. In
+    `reference` the host reads how often each expert was chosen, so each call waits once for the
+    device. Backends: reference, triton.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,7 @@ from swell.worker.checkpoint.gguf.checkpoint import GgufCheckpoint
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
-from swell.worker.layers.packed_weight import FLOATS, Packing
+from swell.worker.layers.packed_weight import FLOATS, Packing, named_matrices, pack_weights
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
@@ -46,7 +46,7 @@ from swell.worker.quantization.detection import find_scheme
 from swell.worker.quantization.loaded_matrices import (
     FLOAT_MATRICES,
     LoadedMatrices,
-    QuantizedMatrices,
+    matrices_to_load,
 )
 from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
@@ -93,8 +93,8 @@ def load_weights(
     if is_first and (skipped := towers(read_config(model_config.path))):
         log.info("only the text model is served", modalities=["text"], skipped=skipped)
     matrices = FLOAT_MATRICES
-    if packing.is_quantized and isinstance(model, HoldsTensors):
-        matrices = QuantizedMatrices(model, packing)
+    if isinstance(model, HoldsTensors):
+        matrices = matrices_to_load(named_matrices(model), packing)
     if not is_sharded(model_config):
         if is_first:
             with closing(open_checkpoint(model_config)) as stored:
@@ -108,26 +108,32 @@ def load_weights(
         refuse_other_model(folder, read_index(folder), model_config)
         report = _LoadProgress(0, progress)
         mapped_bytes = load_sharded(model, folder, report)
-        before, after = matrices.quantize_loaded()
+        before, after = pack_weights(model, packing) if packing.is_quantized else (0, 0)
         loaded = LoadedWeights(report.total - before + after, max(0, mapped_bytes - before))
-    if not isinstance(model, HasMesh) or model.mesh.tensor_rank == 0:
-        matrices.log(log)
+    if isinstance(model, HoldsTensors) and (
+        not isinstance(model, HasMesh) or model.mesh.tensor_rank == 0
+    ):
+        matrices.log(model, log)
     return loaded
 
 
 def load_experts(
-    experts: Mapping[int, Sequence[WeightShard]],
+    experts: dict[int, list[WeightShard]],
     mesh: Mesh,
     model_config: ModelConfig,
     progress: Progress | None = None,
+    matrices: LoadedMatrices = FLOAT_MATRICES,
 ) -> None:
-    """Fills the shards of experts that engines share, from saved weights or from a checkpoint."""
+    """Fills the shards of experts that engines share, from saved weights or from a checkpoint, and
+    quantizes `matrices` if they come from a checkpoint. Removes all shards from `experts`: a target
+    keeps the memory of its matrix."""
     if is_sharded(model_config):
         folder = weights_folder(model_config.path)
         load_saved_experts(folder, mesh, experts, _LoadProgress(0, progress))
-    else:
-        shards = [shard for own in experts.values() for shard in own]
-        load_weight_shards(lambda _stored: shards, model_config, progress)
+        experts.clear()
+        return
+    shards = chain.from_iterable(experts.pop(expert) for expert in list(experts))
+    load_weight_shards(lambda _stored: shards, model_config, progress, matrices)
 
 
 def load_weight_shards(

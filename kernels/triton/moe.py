@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.linear import PackedTensor
+from swell.kernels.linear import FloatWeight, PackedTensor
 from swell.kernels.moe import ALIGNMENT, ExpertTable
 from swell.kernels.reference import moe as reference
 from swell.kernels.triton import TYPES, Tile
@@ -186,6 +186,7 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
     (tokens, hidden), (gate_up, down) = x.shape, next(iter(weights.values()), (x, x))
     if not weights or not tokens:
         return
+    assert isinstance(gate_up, FloatWeight) and isinstance(down, FloatWeight)
     exact = isinstance(gate_up, PackedTensor)
     gate_up, down = plain(gate_up), plain(down)
     if x.dtype not in TYPES or not all(_is_dense(each, x.dtype) for each in (gate_up, down)):

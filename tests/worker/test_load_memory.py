@@ -25,12 +25,20 @@ MIB = 2**20
 LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 5, "vocab_size": 512}
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 60, "vocab_size": 512}
 """Matrices so small that the heap of the C library holds them."""
+EXPERTS = {
+    "hidden_size": 1024,
+    "num_experts": 16,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 3,
+    "vocab_size": 512,
+}
 
 MEASURE = """
 import json, sys
 from pathlib import Path
 from swell.configs.schema import load
 from swell.worker import worker as module
+from swell.worker.moe.experts import rebalance
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -49,6 +57,10 @@ module.build_model = build_and_begin
 worker = module.Worker(load(path, {"model.device": "cpu", "model.dtype": "float32", **settings}))
 worker._on_loaded = lambda done, total: anonymous.append(status("RssAnon"))
 nbytes = worker.load()
+if worker.config.parallel.expert:  # they come when the engines share them
+    rebalance(worker.model, worker.mesh, worker.config.model, lambda: None)
+    for layer in worker.model.moe_layers():
+        nbytes += sum(part.data.nbytes for pair in layer.local_experts.values() for part in pair)
 print(json.dumps({
     "nbytes": nbytes,
     "peak_anonymous": max(anonymous) - first["RssAnon"],
@@ -80,6 +92,17 @@ def test_random_weights(form: str, sizes: dict[str, int], backend: str, tmp_path
     # A matrix of floats, as many random numbers, its integers, and what the code itself needs; all
     # floats take 300 MB.
     assert found["peak"] < found["nbytes"] + 3 * largest_matrix(sizes) + 40 * MIB
+
+
+@pytest.mark.parametrize("case", ["own", "shared", "generic"])
+def test_random_experts(case: str, tmp_path: Path) -> None:
+    """Experts of one engine, and those that engines share, which are loaded later."""
+    tiny_models.make(tmp_path, "qwen3_moe", **EXPERTS)
+    settings: dict[str, Any] = {"model.load_format": "dummy", "parallel.expert": case == "shared"}
+    settings["model.backend"] = "transformers" if case == "generic" else "native"
+    found = measure(tmp_path, **settings, **{"model.quantize": "int8"})
+    # All floats take 300 MB.
+    assert found["peak"] < found["nbytes"] + 60 * MIB
 
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])

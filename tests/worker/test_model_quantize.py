@@ -55,7 +55,7 @@ def twin(folder: Path, out: Path, bits: int, dtype: torch.dtype = torch.float32)
     weights = load_file(folder / "model.safetensors")
     is_tied = "lm_head.weight" not in weights
     for name, weight in weights.items():
-        if name.endswith("proj.weight"):
+        if name.endswith(("proj.weight", "w1.weight", "w2.weight", "w3.weight")):
             weights[name] = quantize(weight.to(dtype), bits).dequantize(dtype)
         elif name == "lm_head.weight" or (is_tied and name == "model.embed_tokens.weight"):
             weights[name] = quantize(weight.to(dtype), 8).dequantize(dtype)

@@ -34,52 +34,59 @@ host would wait in each layer for the numbers of tokens. See docs/design/decisio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from swell.kernels.linear import FloatWeight, PackedTensor, pack, panel
+from swell.kernels.linear import Weight, panel
 from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
+from swell.kernels.weights.quantized import GROUP, QuantizedForm
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.mlp import FeedForward
-from swell.worker.layers.packed_weight import Packable, Packing
+from swell.worker.layers.packed_weight import FLOATS, Matrix, Packable, Packing, pack_matrix
 from swell.worker.layers.weight_shard import ALL, WeightShard
 
 PlainExpert = tuple[torch.Tensor, torch.Tensor]
 """The weights of one expert while they are loaded or sent: gate over up [2 * size, hidden], down
 [hidden, size]."""
-Expert = tuple[FloatWeight, FloatWeight]
-"""The weights of one expert as they are used: packed if the device uses packed weights."""
+Expert = tuple[Weight, Weight]
+"""The weights of one expert as they are used: packed if the device uses packed weights, or
+quantized."""
 
-
-def unpack_expert(weights: Expert) -> PlainExpert:
-    """Converts the weights of an expert to the form in which they are sent: the processors of ranks
-    may pack in different orders."""
-    gate_up, down = weights
-    return _plain(gate_up), _plain(down)
-
-
-def _plain(weight: FloatWeight) -> torch.Tensor:
-    return weight.unpack() if isinstance(weight, PackedTensor) else weight
+PARTS = ("gate_up", "down")
+"""The names of an expert's two weights."""
 
 
 @dataclass(frozen=True)
 class ExpertWeight:
-    """The place of one of an expert's two weights in a layer."""
+    """The place of one of an expert's two weights: a `Matrix`."""
 
-    layer: MoE
+    experts: MutableMapping[int, Expert]
     expert: int
     part: int
-    """0: gate over up; 1: down."""
+    """The place in `PARTS`."""
 
-    def replace(self, weight: FloatWeight) -> None:
-        """Uses `weight` from now on."""
-        gate_up, down = self.layer.local_experts[self.expert]
-        both = (gate_up, weight) if self.part else (weight, down)
-        self.layer.local_experts[self.expert] = both
+    @property
+    def weight(self) -> Weight:
+        return self.experts[self.expert][self.part]
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """GPUs compute experts with floats only."""
+        return self.weight.device.type == "cpu"
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return packing.bits if self.may_be_quantized else None
+
+    def pack(self, packing: Packing) -> None:
+        pack_matrix(self, packing)
+
+    def replace(self, weight: Weight) -> None:
+        gate_up, down = self.experts[self.expert]
+        self.experts[self.expert] = (gate_up, weight) if self.part else (weight, down)
 
 
 @dataclass(frozen=True)
@@ -120,6 +127,8 @@ class MoE(FeedForward, Packable):
         counted."""
         self._recorded: torch.Tensor | None = None
         """[max_tokens, k]: where the choices of each step are written; None: nowhere."""
+        self.packing = FLOATS
+        """How the weights of experts are stored; those that arrive later, too."""
 
     def forward(self, x: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
         """Every worker of the stage must call this, even without tokens. Padding chooses no
@@ -181,26 +190,42 @@ class MoE(FeedForward, Packable):
             torch.empty(down, dtype=dtype, device=device),
         )
 
-    def pack(self, packing: Packing) -> None:
+    def matrices(self) -> Iterable[tuple[str, Matrix]]:
+        for expert in list(self.local_experts):
+            for part, name in enumerate(PARTS):
+                yield f".experts.{expert}.{name}", ExpertWeight(self.local_experts, expert, part)
+
+    def quantized_inputs(self, packing: Packing) -> Iterable[tuple[str, int]]:
+        if packing.bits is not None and self.mesh.device.type == "cpu":
+            for name, (_, inputs) in zip(PARTS, self._expert_shapes, strict=True):
+                yield f".experts.{name}", inputs
+
+    def on_packed(self, packing: Packing) -> None:
         assert packing.exact == self.mesh.exact, "experts that arrive later are packed like these"
-        for expert, weights in self.local_experts.items():
-            self.local_experts[expert] = self.pack_expert(weights)
+        self.packing = packing
 
     def pack_expert(self, weights: Expert) -> Expert:
         """Converts the weights of a loaded expert to the form in which they are used."""
-        gate_up, down = (
-            each if isinstance(each, PackedTensor) else pack(each, self.mesh.exact)
-            for each in weights
-        )
-        return gate_up, down
+        experts = {0: weights}
+        for part, _ in enumerate(PARTS):
+            ExpertWeight(experts, 0, part).pack(self.packing)
+        return experts[0]
+
+    @property
+    def may_quantize(self) -> bool:
+        """Whether experts may be quantized."""
+        return self.packing.is_quantized and self.mesh.device.type == "cpu"
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one expert in the form in which it is used."""
-        weight = self.router.weight
+        """The most bytes of one expert in the form in which it is used."""
+        weight, bits = self.router.weight, self.packing.bits
         width = panel(weight.device.type) or 1
-        elements = (-(-outs // width) * width * ins for outs, ins in self._expert_shapes)
-        return sum(elements) * weight.dtype.itemsize
+        panels = [(-(-outs // width), ins) for outs, ins in self._expert_shapes]
+        if bits is None or not self.may_quantize:
+            return sum(count * width * ins for count, ins in panels) * weight.dtype.itemsize
+        form = QuantizedForm(bits, GROUP, has_mins=False, scale_type=torch.float32)
+        return sum(count * (ins // GROUP) * form.block_bytes(width) for count, ins in panels)
 
     @property
     def _expert_shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -209,8 +234,9 @@ class MoE(FeedForward, Packable):
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         yield from self.router.weight_shards(f"{name}.gate")
-        for expert, weights in self.local_experts.items():
-            yield from self.expert_weight_shards(name, expert, unpack_expert(weights))
+        for expert, (gate_up, down) in self.local_experts.items():
+            assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+            yield from self.expert_weight_shards(name, expert, (gate_up, down))
 
     def expert_weight_shards(
         self, name: str, expert: int, weights: PlainExpert

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -71,42 +71,93 @@ def _refuse_unsupported(config: ModelConfig, device: torch.device, dtype: torch.
         )
 
 
-class Packable(nn.Module):
-    """A layer whose weights are packed once they are loaded."""
-
-    def pack(self, packing: Packing) -> None:
-        """Replaces loaded weights by their packed form."""
-        raise NotImplementedError
-
-
-class PackedWeight(Packable):
-    """A layer with a `weight` [out, in]."""
-
-    weight: Any
-    """A parameter while it is loaded, then a `Weight` of `swell.kernels.linear`."""
-
-    def pack(self, packing: Packing) -> None:
-        weight, bits = self.weight, self.quantized_bits(packing)
-        if bits is not None:
-            plain = weight.unpack() if isinstance(weight, PackedTensor) else weight
-            quantized = quantize(plain, bits)
-            self.replace(pack_quantized(quantized, plain.dtype, packing.integer_activations))
-        elif not isinstance(weight, PackedTensor):
-            self.replace(pack(weight, packing.exact))
+class Matrix(Protocol):
+    """A weight [out, in] of a layer, which may be packed."""
 
     @property
-    def may_be_packed(self) -> bool:
-        """Whether the weight is read only by products and lookups of our kernels."""
-        return True
+    def weight(self) -> Any:
+        """A plain tensor while it is loaded, then a `Weight` of `swell.kernels.linear`."""
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether the weight is read only by products and lookups of our kernels that take
+        quantized weights."""
 
     def quantized_bits(self, packing: Packing) -> int | None:
-        """Returns the bits of this layer's weight; None: it is not quantized."""
-        return packing.bits
+        """Returns the bits of this weight; None: it is not quantized."""
+
+    def pack(self, packing: Packing) -> None:
+        """Replaces the loaded weight by its packed form."""
 
     def replace(self, weight: Weight) -> None:
         """Uses `weight` from now on."""
+
+
+class Packable(nn.Module):
+    """A layer whose weights are packed once they are loaded."""
+
+    def matrices(self) -> Iterable[tuple[str, Matrix]]:
+        """Returns the weights, with their names in the layer."""
+        raise NotImplementedError
+
+    def quantized_inputs(self, packing: Packing) -> Iterable[tuple[str, int]]:
+        """Returns the number of inputs of each weight that is quantized, with its name in the
+        layer; also of weights that come later."""
+        for name, matrix in self.matrices():
+            if matrix.may_be_quantized and matrix.quantized_bits(packing) is not None:
+                yield name, matrix.weight.shape[1]
+
+    def on_packed(self, packing: Packing) -> None:
+        """Called after all weights of the model are packed."""
+
+
+class PackedWeight(Packable):
+    """A layer with a `weight` [out, in]: a `Matrix`."""
+
+    weight: Any
+
+    def matrices(self) -> Iterable[tuple[str, Matrix]]:
+        return [("", self)]
+
+    def pack(self, packing: Packing) -> None:
+        pack_matrix(self, packing)
+
+    @property
+    def may_be_quantized(self) -> bool:
+        return True
+
+    def quantized_bits(self, packing: Packing) -> int | None:
+        return packing.bits
+
+    def replace(self, weight: Weight) -> None:
         del self.weight
         self.weight = weight
+
+
+def pack_matrix(matrix: Matrix, packing: Packing) -> None:
+    """Replaces a loaded weight by its packed form, unless it has one."""
+    weight, bits = matrix.weight, matrix.quantized_bits(packing)
+    if isinstance(weight, PackedQuantizedTensor):
+        return
+    if bits is not None:
+        plain = weight.unpack() if isinstance(weight, PackedTensor) else weight
+        quantized = quantize(plain, bits)
+        matrix.replace(pack_quantized(quantized, plain.dtype, packing.integer_activations))
+    elif not isinstance(weight, PackedTensor):
+        matrix.replace(pack(weight, packing.exact))
+
+
+class NamedMatrix(NamedTuple):
+    name: str
+    matrix: Matrix
+
+
+def named_matrices(model: HoldsTensors) -> Iterator[NamedMatrix]:
+    """Yields the matrices of a model, with the names of their layers."""
+    for path, module in model.named_modules():
+        if isinstance(module, Packable):
+            for name, matrix in module.matrices():
+                yield NamedMatrix(path + name, matrix)
 
 
 class QuantizedBytes(NamedTuple):
@@ -120,35 +171,32 @@ def pack_weights(model: HoldsTensors, packing: Packing = FLOATS) -> QuantizedByt
     """Packs every weight of a loaded model that is not packed yet, and those that several modules
     share once. Afterwards the model cannot be loaded again."""
     before = after = 0
-    by_weight: dict[int, list[PackedWeight]] = defaultdict(list)
-    for module in model.modules():
-        if isinstance(module, PackedWeight):
-            by_weight[id(module.weight)].append(module)
-        elif isinstance(module, Packable):
-            module.pack(packing)
+    by_weight: dict[int, list[NamedMatrix]] = defaultdict(list)
+    for named in named_matrices(model):
+        by_weight[id(named.matrix.weight)].append(named)
     for sharing in by_weight.values():
-        if not isinstance(sharing[0].weight, PackedQuantizedTensor):
-            quantized = pack_layers(model, sharing, packing)
+        if not isinstance(sharing[0].matrix.weight, PackedQuantizedTensor):
+            quantized = pack_shared(sharing, packing)
             before, after = before + quantized.before, after + quantized.after
+    for module in model.modules():
+        if isinstance(module, Packable):
+            module.on_packed(packing)
     return QuantizedBytes(before, after)
 
 
-def pack_layers(
-    model: HoldsTensors, sharing: Sequence[PackedWeight], packing: Packing
-) -> QuantizedBytes:
-    """Packs the weight that layers of a model share, unless all of them use it as it is."""
-    before_bytes = sharing[0].weight.data.nbytes
-    for layer in sharing:
+def pack_shared(sharing: Sequence[NamedMatrix], packing: Packing) -> QuantizedBytes:
+    """Packs the weight that matrices share, unless all of their layers use it as it is."""
+    before_bytes = sharing[0].matrix.weight.data.nbytes
+    for name, matrix in sharing:
         try:
-            layer.pack(packing)
+            matrix.pack(packing)
         except ValueError as error:
-            name = next(name for name, each in model.named_modules() if each is layer)
             raise ValueError(
                 f"model.quantize: the matrix of {name}: {error}; copy or download the weights "
                 f"again, {_OR_NOT}"
             ) from None
-        if not isinstance(packed := layer.weight, torch.Tensor):
-            for other in sharing:
+        if not isinstance(packed := matrix.weight, torch.Tensor):
+            for _, other in sharing:
                 if other.weight is not packed:
                     other.replace(packed)
             if isinstance(packed, PackedQuantizedTensor):
@@ -161,15 +209,13 @@ def refuse_unquantizable(model: HoldsTensors, packing: Packing) -> None:
     """Raises `ValueError` if a weight to be quantized does not consist of whole groups."""
     if packing.bits is None:
         return
-    for name, module in model.named_modules():
-        if not isinstance(module, PackedWeight) or not module.may_be_packed:
+    for path, module in model.named_modules():
+        if not isinstance(module, Packable):
             continue
-        if module.quantized_bits(packing) is None:
-            continue
-        inputs = module.weight.shape[1]
-        if inputs % GROUP:
-            raise ValueError(
-                f"model.quantize: the matrix of {name} has {inputs} inputs in each worker, but "
-                f"{GROUP} neighbouring inputs share a scale; use another parallel.tensor if that "
-                f"makes it a multiple of {GROUP}, {_OR_NOT}"
-            )
+        for name, inputs in module.quantized_inputs(packing):
+            if inputs % GROUP:
+                raise ValueError(
+                    f"model.quantize: the matrix of {path}{name} has {inputs} inputs in each "
+                    f"worker, but {GROUP} neighbouring inputs share a scale; use another "
+                    f"parallel.tensor if that makes it a multiple of {GROUP}, {_OR_NOT}"
+                )

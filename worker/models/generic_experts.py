@@ -7,28 +7,25 @@ matrices of its own, which are loaded and packed like those of any other layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs
-from swell.worker.layers.packed_weight import Packable, PackedWeight, Packing
+from swell.worker.layers.packed_weight import Matrix, Packable, PackedWeight, Packing
 from swell.worker.layers.weight_shard import ALL, WeightShard
 
 _NAMES = ("gate_up_proj", "down_proj")
 
 
 class ExpertMatrix(PackedWeight):
-    """One of the two matrices of an expert. It is never quantized."""
+    """One of the two matrices of an expert."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty_like(weight), requires_grad=False)
-
-    def quantized_bits(self, packing: Packing) -> int | None:
-        return None
 
 
 class Experts(Packable):
@@ -55,9 +52,10 @@ class Experts(Packable):
         )
         self._table = None
 
-    def pack(self, packing: Packing) -> None:
-        for matrix in (*self.gate_up, *self.down):
-            matrix.pack(packing)
+    def matrices(self) -> Iterable[tuple[str, Matrix]]:
+        return ()  # those of its modules
+
+    def on_packed(self, packing: Packing) -> None:
         self._table = self._make_table()
 
     def _make_table(self) -> ExpertTable:

@@ -71,7 +71,7 @@ class _Watched(PackedWeight):
         self._is_read = True
 
     @property
-    def may_be_packed(self) -> bool:
+    def may_be_quantized(self) -> bool:
         return not self._is_read
 
     def pack(self, packing: Packing) -> None:

@@ -13,9 +13,12 @@ import torch
 
 from swell.configs.schema import Config, ModelConfig
 from swell.worker.comm.mesh import Mesh
-from swell.worker.layers.moe import Expert, MoE, PlainExpert, unpack_expert
+from swell.worker.layers.moe import Expert, ExpertWeight, MoE
+from swell.worker.layers.packed_weight import NamedMatrix
 from swell.worker.loader import load_experts
 from swell.worker.model_interfaces import MixtureOfExperts, Model
+from swell.worker.moe.expert_transfer import receive_expert, send_expert
+from swell.worker.quantization.loaded_matrices import matrices_to_load
 
 
 def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
@@ -177,18 +180,12 @@ def move_experts(
     return list(came)
 
 
-def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> PlainExpert | None:
+def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> Expert | None:
     """Sends or receives one expert; returns it if it came to this rank. All ranks do the moves in
     the same order, so there is no deadlock."""
     if mesh.expert.rank == source:
-        for tensor in unpack_expert(layer.local_experts[expert]):
-            mesh.expert.send(tensor, target).wait()
-    if mesh.expert.rank != target:
-        return None
-    arriving = layer.make_expert()
-    for tensor in arriving:
-        mesh.expert.recv(tensor, source)
-    return arriving
+        send_expert(layer, expert, mesh.expert, target)
+    return receive_expert(layer, mesh.expert, source) if mesh.expert.rank == target else None
 
 
 def _load(
@@ -203,18 +200,28 @@ def _load(
     if not missing:
         return
     layers = model.moe_layers()
-    made = {
-        expert: {at: layers[at].make_expert() for at in lacking}
-        for expert, lacking in missing.items()
-    }
-    shards = {
-        expert: list(model.expert_weight_shards(expert, weights))
-        for expert, weights in made.items()
-    }
-    load_experts(shards, mesh, model_config, lambda _done, _total: on_progress())
-    del shards  # so that packed weights exist twice only for one expert of one layer
-    while made:
+    made: dict[int, dict[int, Expert]] = {expert: {} for expert in missing}
+    shards, matrices = {}, []
+    for expert, lacking in missing.items():
+        plain = {at: layers[at].make_expert() for at in lacking}
+        shards[expert] = list(model.expert_weight_shards(expert, plain))
+        made[expert].update(plain)
+        matrices += [
+            NamedMatrix(f"expert {expert}", ExpertWeight(made[expert], at, part))
+            for at in lacking
+            for part in range(2)
+        ]
+        del plain
+    packing = layers[0].packing
+    load_experts(
+        shards,
+        mesh,
+        model_config,
+        lambda _done, _total: on_progress(),
+        matrices_to_load(matrices, packing),
+    )
+    while made:  # packed weights exist twice only for one expert of one layer
         expert, weights = made.popitem()
         while weights:
-            at, plain = weights.popitem()
-            layers[at].local_experts[expert] = layers[at].pack_expert(plain)
+            at, loaded = weights.popitem()
+            layers[at].local_experts[expert] = layers[at].pack_expert(loaded)

@@ -8,7 +8,7 @@ are never floats.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -16,13 +16,14 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.kernels.linear import pack_quantized
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import HasIntegers, StoredTensor
-from swell.worker.layers.moe import MoE
+from swell.worker.layers.moe import ExpertWeight
 from swell.worker.layers.packed_weight import (
-    PackedWeight,
+    Matrix,
+    NamedMatrix,
     Packing,
     QuantizedBytes,
-    pack_layers,
-    pack_weights,
+    named_matrices,
+    pack_shared,
 )
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.host_memory import trim_heap
@@ -53,12 +54,8 @@ class LoadedMatrices:
     def on_filled(self, shards: Sequence[WeightShard]) -> None:
         """Quantizes the matrix of a group, if it has one."""
 
-    def quantize_loaded(self) -> QuantizedBytes:
-        """Quantizes matrices that were all loaded as floats; returns their sizes."""
-        return QuantizedBytes(0, 0)
-
-    def log(self, log: StructuredLogger) -> None:
-        """Logs how many matrices have which form, if any should be quantized."""
+    def log(self, model: HoldsTensors, log: StructuredLogger) -> None:
+        """Logs how many matrices of a model have which form, if any should be quantized."""
 
 
 FLOAT_MATRICES = LoadedMatrices()
@@ -67,24 +64,24 @@ FLOAT_MATRICES = LoadedMatrices()
 class QuantizedMatrices(LoadedMatrices):
     """The matrices of a model that are quantized while they are loaded."""
 
-    def __init__(self, model: HoldsTensors, packing: Packing) -> None:
-        self._model, self._packing = model, packing
-        self._reasons: dict[int, str] = {}
-        """id of a layer -> why it does not use integers of the checkpoint."""
+    def __init__(self, matrices: Iterable[NamedMatrix], packing: Packing) -> None:
+        self._packing = packing
+        self._reasons: dict[str, str] = {}
+        """Name of a matrix -> why it does not use integers of the checkpoint."""
         self._freed_bytes = 0
         """The bytes of the floats that were freed since the heap was trimmed."""
-        self._layers: defaultdict[int, list[PackedWeight]] = defaultdict(list)
-        """Memory of a weight -> the layers that share it."""
-        for module in model.modules():
-            if isinstance(module, PackedWeight) and module.may_be_packed:
-                self._layers[_memory(module.weight)].append(module)
+        self._sharing: defaultdict[int, list[NamedMatrix]] = defaultdict(list)
+        """Memory of a weight -> the matrices that share it."""
+        for named in matrices:
+            if named.matrix.may_be_quantized:
+                self._sharing[_memory(named.matrix.weight)].append(named)
 
     def group(self, shards: Sequence[WeightShard]) -> list[list[WeightShard]]:
         groups: list[list[WeightShard]] = []
         of_matrices: dict[int, list[WeightShard]] = {}
         for shard in shards:
             memory = _memory(shard.target)
-            if memory not in self._layers:
+            if memory not in self._sharing:
                 groups.append([shard])
             elif memory in of_matrices:
                 of_matrices[memory].append(shard)
@@ -93,13 +90,13 @@ class QuantizedMatrices(LoadedMatrices):
         return groups
 
     def keep(self, needed: Sequence[Needed], uploads: Uploads) -> bool:
-        layers = self._layers.get(_memory(needed[0][1].target))
-        if layers is None or not self._packing.keeps_integers:
+        sharing = self._sharing.get(_memory(needed[0][1].target))
+        if sharing is None or not self._packing.keeps_integers:
             return False
-        weight = layers[0].weight
+        weight = sharing[0].matrix.weight
         integers = _joined(weight, needed)
         if isinstance(integers, str):
-            self._reasons.update(dict.fromkeys(map(id, layers), integers))
+            self._reasons.update((name, integers) for name, _ in sharing)
             return False
         integers = QuantizedTensor(
             uploads.upload(integers.integers, weight),
@@ -108,41 +105,38 @@ class QuantizedMatrices(LoadedMatrices):
             integers.bits,
         )
         packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
-        for layer in layers:
-            layer.replace(packed)
+        for _, matrix in sharing:
+            matrix.replace(packed)
         self._count(QuantizedBytes(weight.nbytes, packed.data.nbytes))
         return True
 
     def on_filled(self, shards: Sequence[WeightShard]) -> None:
-        layers = self._layers.get(_memory(shards[0].target))
-        if layers is not None and self._packing.bits is not None:
-            self._count(pack_layers(self._model, layers, self._packing))
+        sharing = self._sharing.get(_memory(shards[0].target))
+        if sharing is not None and self._packing.bits is not None:
+            self._count(pack_shared(sharing, self._packing))
 
-    def quantize_loaded(self) -> QuantizedBytes:
-        return pack_weights(self._model, self._packing)
-
-    def log(self, log: StructuredLogger) -> None:
+    def log(self, model: HoldsTensors, log: StructuredLogger) -> None:
         forms: Counter[str] = Counter()
         plain: Counter[str] = Counter()
         weights: set[int] = set()
-        for module in self._model.modules():
-            if isinstance(module, MoE):
-                plain["of experts"] += 2 * len(module.local_experts)
-            if not isinstance(module, PackedWeight) or id(module.weight) in weights:
+        for name, matrix in named_matrices(model):
+            weight = matrix.weight
+            if id(weight) in weights:
                 continue
-            weights.add(id(module.weight))
-            if isinstance(module.weight, PackedQuantizedTensor):
-                forms[str(module.weight.form)] += 1
+            weights.add(id(weight))
+            if isinstance(weight, PackedQuantizedTensor):
+                forms[str(weight.form)] += 1
             else:
-                plain[self._why_plain(module)] += 1
+                plain[self._why_plain(name, matrix)] += 1
         log.info("matrices that are quantized", forms=_counts(forms), plain=_counts(plain))
 
-    def _why_plain(self, layer: PackedWeight) -> str:
-        if not layer.may_be_packed:
-            return "read by other code of the model"
-        if self._packing.bits is not None and layer.quantized_bits(self._packing) is None:
-            return f"never quantized ({type(layer).__name__})"
-        return self._reasons.get(id(layer), "stored as floats")
+    def _why_plain(self, name: str, matrix: Matrix) -> str:
+        if not matrix.may_be_quantized:
+            is_expert = isinstance(matrix, ExpertWeight)
+            return "experts on a GPU" if is_expert else "read by other code of the model"
+        if self._packing.bits is not None and matrix.quantized_bits(self._packing) is None:
+            return f"never quantized ({type(matrix).__name__})"
+        return self._reasons.get(name, "stored as floats")
 
     def _count(self, quantized: QuantizedBytes) -> None:
         before, after = self.quantized
@@ -151,6 +145,11 @@ class QuantizedMatrices(LoadedMatrices):
         if self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0
             trim_heap()
+
+
+def matrices_to_load(matrices: Iterable[NamedMatrix], packing: Packing) -> LoadedMatrices:
+    """Returns the object that quantizes these matrices while they are loaded, or does not."""
+    return QuantizedMatrices(matrices, packing) if packing.is_quantized else FLOAT_MATRICES
 
 
 def _counts(found: Counter[str]) -> list[str]:

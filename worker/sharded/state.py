@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from swell.kernels.linear import FloatWeight, PackedTensor
-from swell.worker.layers.moe import ExpertWeight, MoE
+from swell.worker.layers.moe import PARTS, ExpertWeight, MoE
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.model_interfaces import HoldsTensors
 
@@ -49,10 +49,9 @@ def state_of(model: HoldsTensors) -> dict[str, StateTensor]:
                 state.layers.append(module)
         if isinstance(module, MoE):
             for expert, weights in sorted(module.local_experts.items()):
-                for part, (name, weight) in enumerate(
-                    zip(("gate_up", "down"), weights, strict=True)
-                ):
-                    place = ExpertWeight(module, expert, part)
+                for part, (name, weight) in enumerate(zip(PARTS, weights, strict=True)):
+                    assert isinstance(weight, FloatWeight)
+                    place = ExpertWeight(module.local_experts, expert, part)
                     found[f"{path}.experts.{expert}.{name}"] = StateTensor(weight, [place])
     return found
 

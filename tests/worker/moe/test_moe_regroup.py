@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from swell.kernels.linear import PackedTensor
 from swell.worker.comm.mesh import GroupError
-from swell.worker.layers.moe import unpack_expert
 from swell.worker.memory import kv_cache
 from swell.worker.moe import experts
 from swell.worker.moe.experts import place_experts
@@ -215,7 +215,12 @@ def test_dummy_experts_are_equal_on_every_engine(tmp_path: Path) -> None:
 
     def weights(engine: Engine) -> dict[tuple[int, int], torch.Tensor]:
         return {
-            (layer, expert): torch.cat([part.flatten() for part in unpack_expert(parts)])
+            (layer, expert): torch.cat(
+                [
+                    (part.unpack() if isinstance(part, PackedTensor) else part).flatten()
+                    for part in parts
+                ]
+            )
             for layer, module in enumerate(engine.workers[0].model.moe_layers())
             for expert, parts in module.local_experts.items()
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def answers(folder: Path, **settings: Any) -> list[Any]:
         return answers_of(llm)
 
 
-def answers_of(llm: LLM) -> list[Any]:
-    outputs = [one.outputs[0] for one in llm.generate(PROMPTS, GREEDY)]
+def answers_of(llm: LLM, rows: Sequence[int] = range(len(PROMPTS))) -> list[Any]:
+    prompts = [PROMPTS[row] for row in rows]
+    outputs = [one.outputs[0] for one in llm.generate(prompts, GREEDY)]
     return [(list(one.token_ids), one.logprobs) for one in outputs]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from swell.configs.schema import ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
-from swell.worker.layers.packed_weight import Packing
+from swell.worker.layers.packed_weight import Packing, named_matrices
 from swell.worker.layers.weight_shard import ALL, WeightShard
 from swell.worker.loader import load_weight_shards
 from swell.worker.quantization.grouped_matrix import GroupedMatrix
@@ -72,7 +72,7 @@ def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: boo
     model = nn.Sequential(ReplicatedLinear(COLUMNS, ROWS, bias=False))
     target = model[0].weight.data
     shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
-    matrices = QuantizedMatrices(model, Packing(keeps_integers=keep))
+    matrices = QuantizedMatrices(named_matrices(model), Packing(keeps_integers=keep))
     load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), matrices=matrices)
     return target
 

@@ -18,7 +18,7 @@ from swell.worker import loader
 from swell.worker.checkpoint.checkpoint import Index
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.moe import MoE
-from swell.worker.layers.packed_weight import PackedWeight, Packing
+from swell.worker.layers.packed_weight import PackedWeight, Packing, named_matrices
 from swell.worker.layers.weight_shard import ALL, WeightShard, materialize
 from swell.worker.memory.uploads import Uploads
 from swell.worker.quantization import loaded_matrices
@@ -151,7 +151,8 @@ def test_matrices_with_other_groups_are_joined() -> None:
         (each, WeightShard("m", layer.weight[row : row + 32], (ALL, ALL), (32, 128)))
         for row, each in zip(range(0, 128, 32), stored, strict=True)
     ]
-    matrices = QuantizedMatrices(torch.nn.Sequential(layer), Packing(keeps_integers=True))
+    named = named_matrices(torch.nn.Sequential(layer))
+    matrices = QuantizedMatrices(named, Packing(keeps_integers=True))
     assert matrices.keep(needed, Uploads(torch.device("cpu")))
     assert layer.weight.form.group == 16
     found = layer.weight.unpack().dequantize(torch.float32)
@@ -192,6 +193,10 @@ def test_the_log_lists_the_forms_of_matrices(
         "plain": ["1 never quantized (VocabParallelEmbedding)"],
     }
     assert logged(plain, caplog) == {}
+    (tmp_path / "experts").mkdir()
+    experts, _ = copies(tmp_path / "experts", writers.FORMATS["gptq"], "qwen3_moe", **SIZES)
+    fields = logged(experts, caplog, **KEEP)
+    assert fields == {"forms": [f"{2 * (2 + 2 * 4)} {int4}"], "plain": [f"4 {floats}"]}
     (tmp_path / "other").mkdir()
     ordered, _ = copies(tmp_path / "other", writers.FORMATS["gptq-3"], **SIZES)
     fields = logged(ordered, caplog, **KEEP)
