@@ -33,6 +33,13 @@ class Traits(NamedTuple):
     when the next replay begins."""
 
 
+class Probe(NamedTuple):
+    """The function of a capture with other sizes."""
+
+    run: Callable[[], list[Tensor]]
+    sizes: tuple[int, ...]
+
+
 class Graph(Protocol):
     computes_torch: bool
     """Whether a replay computes torch's own arithmetic by other code. The first replay should then
@@ -55,7 +62,7 @@ class _Backend(Protocol):
     TRAITS: Traits
 
     def capture(
-        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...], probe: Probe | None
     ) -> tuple[list[Tensor], Graph]: ...
 
     def rounding_like_replays(self) -> AbstractContextManager[object]: ...
@@ -72,18 +79,21 @@ def traits(device: str) -> Traits:
 
 
 def capture(
-    run: Callable[[], list[Tensor]], device: str, *sizes: int
+    run: Callable[[], list[Tensor]], device: str, *sizes: int, probe: Probe | None = None
 ) -> tuple[list[Tensor], Graph]:
     """Records what a function computes. Returns its results, not filled yet, and the graph that
     fills them.
 
     The function may be called more than once, with the current contents of its inputs. Each row
     must be computed by itself. Raises `NotCapturableError` if a replay would omit something that
-    the function does. Backends: cpu (each operation has one of `sizes` rows, and these differ; of
-    the tensors that torch's own operations read, only integers are inputs, and other tensors that
-    were made before are constants), triton.
+    the function does. If a replay computes torch's own operations, they are compared with those of
+    `probe`: a function that uses a number of rows as a number cannot be replayed.
+
+    Backends: cpu (each operation has one of `sizes` rows, and these differ; of the tensors that
+    torch's own operations read, only integers are inputs, and other tensors that were made before
+    are constants), triton (needs no probe: its sizes are fixed).
     """
-    return _backend(device).capture(run, sizes)
+    return _backend(device).capture(run, sizes, probe)
 
 
 def rounding_like_replays(device: str) -> AbstractContextManager[object]:

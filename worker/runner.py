@@ -36,8 +36,9 @@ from swell.worker.sample.sampler import Sampler, SamplerOutput
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
+from swell.worker.step.captured_forward import make_forward
 from swell.worker.step.failed_rows import NON_REQUEST_ERRORS, FailedRows, describe
-from swell.worker.step.forward import HeadOutput, make_forward
+from swell.worker.step.forward import HeadOutput
 from swell.worker.step.input_batch import BatchBuilder, InputBatch
 from swell.worker.step.multi_step import ExtraSteps, OutputOfPasses, RowEnds
 from swell.worker.step.prompt_embeds import PromptEmbedsTable

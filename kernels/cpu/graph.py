@@ -9,28 +9,53 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from swell.kernels.cpu.capture import torch_operations as operations
+from swell.kernels.cpu.capture.comparison import Recorded, refuse_differences
 from swell.kernels.cpu.capture.recording import Recording, recorded
-from swell.kernels.graph import NotCapturableError, Traits
+from swell.kernels.graph import NotCapturableError, Probe, Traits
 from swell.kernels.host.dispatch_mode import DispatchMode
 
 TRAITS = Traits(has_fixed_sizes=False, accepts_torch=False, is_asynchronous=False)
 
 
 def capture(
-    run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+    run: Callable[[], list[Tensor]], sizes: tuple[int, ...], probe: Probe | None = None
 ) -> tuple[list[Tensor], Recording]:
     """See `swell.kernels.graph.capture`. The function may call operations of this backend, allocate
     and view tensors, and call the operations of torch in `torch_operations.py`."""
+    results, step = _record(run, sizes)
+    if probe is not None and step.recording.computes_torch:
+        others, of_probe = _record(*probe)
+        refuse_differences(
+            Recorded(step.recording, step.made, results),
+            Recorded(of_probe.recording, of_probe.made, others),
+        )
+    step.recording.finish(step.made, results)
+    return results, step.recording
+
+
+def _record(
+    run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+) -> tuple[list[Tensor], operations.Step]:
     assert len(set(sizes)) == len(sizes)
     with recorded(sizes) as recording:
         step = operations.Step(recording, sizes)
-        with _Compiled(step):
-            results = run()
-    recording.finish(step.made, results)
-    return results, recording
+        with _RefuseReads(), _Compiled(step):
+            return run(), step
+
+
+class _RefuseReads(TorchFunctionMode):
+    """Raises `NotCapturableError` where Python reads values that no operation has computed yet.
+    Other reads are operations, which `_Compiled` refuses."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("tolist", "numpy", "__array__", "__dlpack__"):
+            raise NotCapturableError(f"Python reads a result by torch's {name}")
+        return func(*args, **(kwargs or {}))
 
 
 def rounding_like_replays() -> DispatchMode:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.backends import BackendUnavailable
-from swell.kernels.graph import NotCapturableError, Traits
+from swell.kernels.graph import NotCapturableError, Probe, Traits
 from swell.kernels.host.host_reads import RefuseHostReads
 
 if not torch.cuda.is_available():
@@ -44,7 +44,7 @@ class CudaGraph:
 
 
 def capture(
-    run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+    run: Callable[[], list[Tensor]], sizes: tuple[int, ...], probe: Probe | None
 ) -> tuple[list[Tensor], CudaGraph]:
     """See `swell.kernels.graph.capture`. The function is called twice: the first call compiles
     kernels and allocates what libraries keep, which a capture must not contain."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swell.kernels.graph import NotCapturableError, capture, rounding_like_replays
+from swell.kernels.graph import NotCapturableError, Probe, capture, rounding_like_replays
 from swell.kernels.linear import embedding
 from tests.kernels.load import load_backend
 
@@ -192,6 +192,8 @@ REFUSED: dict[str, Work] = {
     "a changed parameter": lambda x, w: w.add_(1) + x,
     "an unknown operation": lambda x, w: torch.cumsum(x, -1),
     "a selection by a mask": lambda x, w: x[x > 0],
+    "a list of values": lambda x, w: x * len(x.tolist()),
+    "an array": lambda x, w: x + torch.from_numpy(x.numpy()),
     "a norm of another type": lambda x, w: functional.layer_norm(x.double(), (WIDTH,), w.double()),
 }
 
@@ -203,3 +205,47 @@ def test_operations_that_a_replay_would_compute_wrongly_are_refused(work: Work) 
     with torch.inference_mode(), pytest.raises(NotCapturableError):
         capture(lambda: [work(embedding(ids, table), weight)], "cpu", ROWS, SAMPLES)
     assert torch.equal(weight, before)
+
+
+def shaped(work: Callable[[Tensor, int], Tensor], *sizes: int) -> Callable[[], list[Tensor]]:
+    return lambda: [work(embedding(torch.arange(sizes[0]), torch.ones(64, WIDTH)), sizes[0])]
+
+
+NUMBERS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "divided by the rows": lambda x, rows: x / rows,
+    "multiplied in place": lambda x, rows: (x + 1).mul_(len(x)),
+    "a root of the rows": lambda x, rows: x * rows**-0.5,
+    "the last index": lambda x, rows: x + torch.arange(WIDTH) * (rows - 1),
+    "positions from the end": lambda x, rows: x * torch.arange(rows, 0, -1)[:, None],
+    "a bound": lambda x, rows: x.clamp(max=rows),
+    "a filled tensor": lambda x, rows: x + torch.full((WIDTH,), float(rows)),
+    "the last row of a view": lambda x, rows: (x + 1)[rows - SAMPLES :],
+    "an operation for many rows": lambda x, rows: x + 1 if rows < 10 else (x + 1) * 2,
+    "another operation for many rows": lambda x, rows: x + 1 if rows < 10 else x * 2,
+    "columns by rows": lambda x, rows: x[:, : rows // 2] + 1,
+    "the first rows": lambda x, rows: (x + 1)[: rows - 1],
+}
+ROWS_ALONE: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "positions": lambda x, rows: x * torch.arange(rows)[:, None],
+    "a view of the rows": lambda x, rows: x.view(rows, 3, 8).transpose(0, 1).exp().transpose(0, 1),
+    "zeros": lambda x, rows: x + torch.zeros(rows, WIDTH),
+    "a constant": lambda x, rows: x * torch.full((WIDTH,), 0.5) + torch.arange(WIDTH),
+    "heads before rows": lambda x, rows: torch.cat([*_by_heads(x).contiguous().unbind(0)], -1) * 2,
+}
+
+
+@pytest.mark.parametrize("work", NUMBERS.values(), ids=NUMBERS.keys())
+def test_numbers_of_rows_used_as_numbers_are_refused(work) -> None:
+    probe = Probe(shaped(work, 7, 3), (7, 3))
+    with torch.inference_mode(), pytest.raises(NotCapturableError):
+        capture(shaped(work, ROWS, SAMPLES), "cpu", ROWS, SAMPLES, probe=probe)
+
+
+@pytest.mark.parametrize("work", ROWS_ALONE.values(), ids=ROWS_ALONE.keys())
+def test_functions_that_only_compute_as_many_rows_are_captured(work) -> None:
+    probe = Probe(shaped(work, 7, 3), (7, 3))
+    with torch.inference_mode():
+        run = shaped(work, ROWS, SAMPLES)
+        (result,), graph = capture(run, "cpu", ROWS, SAMPLES, probe=probe)
+        graph.replay(4, 1)
+        assert torch.equal(result[:4], run()[0][:4])

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from swell.engine.executor.inline import InlineExecutor
 from swell.kernels import graph
-from swell.kernels.graph import NotCapturableError, Traits
+from swell.kernels.graph import NotCapturableError, Probe, Traits
 from swell.kernels.host.host_reads import RefuseHostReads
 from swell.worker import runner
 from swell.worker.comm import connect
 from swell.worker.comm.groups import ProcessGroup
 from swell.worker.comm.transport import Transport
-from swell.worker.step import forward
+from swell.worker.step import captured_forward
 
 
 class FixedGraphs:
@@ -48,7 +48,7 @@ class FixedGraphs:
         later ones."""
 
     def capture(
-        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]
+        self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...], probe: Probe | None
     ) -> tuple[list[Tensor], FixedGraph]:
         """Computes the function once, like the first of the two calls for a CUDA graph: the second
         one, which is captured, computes nothing."""
@@ -132,10 +132,10 @@ def fixed_graphs(monkeypatch: pytest.MonkeyPatch) -> FixedGraphs:
     monkeypatch.setattr(connect, "connect_shared_memory", lambda formation: None)
     monkeypatch.setattr(graph, "_backend", lambda device: made)
     monkeypatch.setattr(graph, "can_capture", lambda device: True)
-    monkeypatch.setattr(forward, "can_capture", lambda device: True)
+    monkeypatch.setattr(captured_forward, "can_capture", lambda device: True)
     monkeypatch.setattr(InlineExecutor, "overlaps", property(lambda self: True))
     monkeypatch.setattr(runner, "CopyingOutput", LateOutput)
-    monkeypatch.setattr(forward, "traits", lambda device: made.TRAITS)
+    monkeypatch.setattr(captured_forward, "traits", lambda device: made.TRAITS)
     start, run = runner.ModelRunner.__init__, ProcessGroup._run
 
     def start_late(self: Any, args: Any) -> None:

@@ -18,7 +18,7 @@ from swell.engine.executor import ExecutorError
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters
 from swell.worker.sampler_wire import SamplerParams
-from swell.worker.step.forward import CapturedForward
+from swell.worker.step.captured_forward import CapturedForward
 from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.engine.drafts.planted_drafts import plant
 from tests.kernels.load import load_backend

@@ -35,7 +35,8 @@ from swell.worker.model_interfaces import Model
 from swell.worker.sample.sampler import PendingProposals, SamplerOutput
 from swell.worker.step.block_tables import BlockTables
 from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
-from swell.worker.step.forward import HeadOutput, make_forward
+from swell.worker.step.captured_forward import make_forward
+from swell.worker.step.forward import HeadOutput
 from swell.worker.step.input_batch import BatchBuilder
 from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import SchedulerOutput

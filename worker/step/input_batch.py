@@ -146,6 +146,11 @@ class InputBatch:
         return firsts[self.sample_rows_np] + self.drafts.offsets_np
 
 
+SPARE = 32
+"""The tokens, rows and samples that the inputs have room for in addition to those of the largest
+step: a capture distinguishes the three, and the dimensions of the model, by their values."""
+
+
 class BatchBuilder:
     """Builds one batch at a time; all batches use the same tensors."""
 
@@ -159,14 +164,14 @@ class BatchBuilder:
     ) -> None:
         """`max_tokens`: the most tokens of one step; `draft_tokens`: the most drafts of a step;
         `exact`: of all batches."""
-        # One extra row and one extra token, so that the numbers of samples, rows and tokens differ:
-        # a capture distinguishes them by their values.
-        rows = states.max_rows + 1
+        rows, device = states.max_rows, states.token_ids.device
         samples = rows + draft_tokens
-        tokens, device = max(max_tokens, samples) + 1, states.token_ids.device
+        tokens = max(max_tokens, samples)
         self._block_tokens = blocks.block_tokens
         self._exact = exact
-        self._inputs = Inputs.allocate(tokens, rows, blocks.max_blocks, device, samples)
+        self._inputs = Inputs.allocate(
+            tokens + SPARE, rows + SPARE, blocks.max_blocks, device, samples + SPARE
+        )
         self._gather = make_gather(
             states.token_ids, blocks.tensor, blocks.block_tokens, self._inputs
         )

@@ -38,7 +38,7 @@ class _Replay(ctypes.Structure):
     _fields_ = [("calls", POINTER), ("count", INT), ("sizes", POINTER), ("progress", INT)]
 
 
-class _RecordedCall(NamedTuple):
+class RecordedCall(NamedTuple):
     function: Function
     arguments: ctypes.Structure
     used: tuple[Tensor, ...]
@@ -50,9 +50,12 @@ class Recording:
     """Calls in the order in which they were made, and references to all tensors that they use."""
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
-        self._sizes = sizes
+        self.sizes = sizes
         self.computes_torch = False
-        self._recorded_calls: list[_RecordedCall] = []
+        self.calls: list[RecordedCall] = []
+        """Empty after `finish`."""
+        self.names: dict[int, str] = {}
+        """Index of a call -> the operation of torch that it computes."""
         self.rows: dict[int, int] = {}
         """The storages of tensors that calls with rows use -> the number of rows of the first."""
         self._references: list[object] = []
@@ -61,15 +64,22 @@ class Recording:
         self._replay = _Replay(sizes=ctypes.addressof(self._current_sizes))
         self._address = ctypes.addressof(self._replay)
 
+    def current_size_at(self, address: int) -> int | None:
+        """Returns the index of the size whose current value has this address; None: there is
+        none."""
+        offset = address - ctypes.addressof(self._current_sizes)
+        return offset if 0 <= offset < ctypes.sizeof(self._current_sizes) else None
+
     def address_of_current(self, rows: int) -> int:
         """Returns the address of the int64 that is the number of rows in a replay, for one of the
         numbers of rows of the recording."""
-        size = self._sizes.index(rows)
+        size = self.sizes.index(rows)
         return ctypes.addressof(self._current_sizes) + size * ctypes.sizeof(INT)
 
-    def note_arithmetic(self) -> None:
-        """Notes that a recorded call computes torch's own arithmetic."""
-        self.computes_torch = True
+    def note_torch(self, name: str, is_arithmetic: bool) -> None:
+        """Notes that the last call computes an operation of torch."""
+        self.names[len(self.calls) - 1] = f"torch's {name}"
+        self.computes_torch |= is_arithmetic
 
     def record(
         self,
@@ -82,13 +92,13 @@ class Recording:
         sizes."""
         rows, size = getattr(arguments, function.rows), -1
         if has_rows:
-            if rows not in self._sizes:
-                sizes = " or ".join(map(str, self._sizes))
+            if rows not in self.sizes:
+                sizes = " or ".join(map(str, self.sizes))
                 raise NotCapturableError(f"{function.name} computes {rows} rows; expected {sizes}")
-            size = self._sizes.index(rows)
+            size = self.sizes.index(rows)
             for tensor in used:
                 self.rows.setdefault(tensor.untyped_storage().data_ptr(), rows)
-        self._recorded_calls.append(_RecordedCall(function, arguments, used, size))
+        self.calls.append(RecordedCall(function, arguments, used, size))
 
     def finish(self, made: list[Tensor], results: list[Tensor]) -> None:
         """Plans the memory of the tensors `made` during the recording that are not results."""
@@ -97,22 +107,20 @@ class Recording:
         sizes = {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in kept}
         self._plan_memory(sorted(sizes.items()))
         self._references += results
-        for recorded_call in self._recorded_calls:
+        for recorded_call in self.calls:
             self._references.append(recorded_call.arguments)
             self._references += [
                 t for t in recorded_call.used if t.untyped_storage().data_ptr() not in sizes
             ]
-        calls = (_Call * len(self._recorded_calls))(
-            *(_call(recorded_call) for recorded_call in self._recorded_calls)
-        )
+        calls = (_Call * len(self.calls))(*(_call(recorded_call) for recorded_call in self.calls))
         self._checks = [
             (recorded_call.function.check, recorded_call.arguments)
-            for recorded_call in self._recorded_calls
+            for recorded_call in self.calls
             if recorded_call.function.check is not None
         ]
         self._replay.calls, self._replay.count = ctypes.addressof(calls), len(calls)
         self._references.append(calls)
-        self._recorded_calls = []
+        self.calls = []
 
     def _plan_memory(self, buffers: list[tuple[int, int]]) -> None:
         """Changes all arguments that point into a buffer to point to the buffer's offset in the
@@ -120,7 +128,7 @@ class Recording:
         begins = [begin for begin, _ in buffers]
         uses: dict[int, list[int]] = {}
         pointers = []
-        for i, recorded_call in enumerate(self._recorded_calls):
+        for i, recorded_call in enumerate(self.calls):
             for name in recorded_call.function.pointers:
                 address = getattr(recorded_call.arguments, name) or 0
                 buffer = bisect_right(begins, address) - 1
@@ -140,7 +148,7 @@ class Recording:
     def replay(self, *sizes: int) -> None:
         """Makes the calls for the first rows; `sizes`: the numbers of rows. Raises what the checks
         of the calls raise."""
-        assert all(map(le, sizes, self._sizes)), sizes
+        assert all(map(le, sizes, self.sizes)), sizes
         self._current_sizes[:] = list(sizes)
         _replay(self._address)
         for check, arguments in self._checks:
@@ -152,7 +160,7 @@ class Recording:
         return int(self._replay.progress)
 
 
-def _call(recorded_call: _RecordedCall) -> _Call:
+def _call(recorded_call: RecordedCall) -> _Call:
     function, arguments = recorded_call.function, ctypes.addressof(recorded_call.arguments)
     rows = getattr(type(recorded_call.arguments), function.rows).offset
     return _Call(function.address, arguments, arguments + rows, recorded_call.size)

@@ -217,8 +217,7 @@ def record_pointwise(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
             if operation != "copy" and each.dim() and not each.dtype.is_floating_point:
                 raise NotCapturableError(f"torch's {name} on integers and bfloat16")
     compiled.pointwise(operation, operands, out, step.row(out, operands))
-    if operation != "copy":
-        step.recording.note_arithmetic()
+    step.recording.note_torch(name, is_arithmetic=operation != "copy")
     return out
 
 
@@ -238,7 +237,7 @@ def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
         raise NotCapturableError(f"torch's {name} of several rows")
     kept = out if out.dim() == x.dim() else out.unsqueeze(dim)
     compiled.reduction(REDUCTIONS[name], x, kept, dim, row)
-    step.recording.note_arithmetic()
+    step.recording.note_torch(name, is_arithmetic=True)
     return out
 
 

@@ -22,8 +22,9 @@ from swell.worker import worker as worker_module
 from swell.worker.comm.groups import GroupError, Handle, ProcessGroup
 from swell.worker.comm.mesh import Mesh
 from swell.worker.model_interfaces import ComputesLogits
-from swell.worker.step import forward
+from swell.worker.step import captured_forward, captured_steps
 from swell.worker.step.buckets import Buckets, EngineStep, NoBuckets
+from swell.worker.step.forward import HeadOutput
 from swell.worker.step.request_states import RequestStates
 from swell.worker.wire import GroupPlan, SchedulerOutput
 from tests.support.paths import NANO
@@ -232,7 +233,7 @@ def test_a_step_is_not_replayed_after_its_groups_were_aborted(tmp_path, fixed_gr
 
         monkeypatch.setattr(Mesh, "check", aborted)
         with torch.inference_mode(), pytest.raises(GroupError):
-            of_worker._model_step.hidden(batch, None, forward.HeadOutput.LOGITS)
+            of_worker._model_step.hidden(batch, None, HeadOutput.LOGITS)
     assert not fixed_graphs.replays
 
 
@@ -245,11 +246,13 @@ def test_steps_of_engines_that_share_experts_need_graphs_that_repeat_operations_
     kinds = []
     for accepts_torch in (True, False):
         found = fixed_graphs.TRAITS._replace(accepts_torch=accepts_torch)
-        monkeypatch.setattr(forward, "traits", lambda device, found=found: found)
+        monkeypatch.setattr(captured_forward, "traits", lambda device, found=found: found)
         for expert in (True, False):
             mesh = Mesh.build(ParallelConfig(expert=expert), 0)
-            made = forward.make_forward(model, states, mesh, enforce_eager=False)
-            kinds.append((accepts_torch, expert, isinstance(made, forward.CapturedForward)))
+            made = captured_forward.make_forward(model, states, mesh, enforce_eager=False)
+            kinds.append(
+                (accepts_torch, expert, isinstance(made, captured_forward.CapturedForward))
+            )
     assert kinds == [
         (True, True, True),
         (True, False, True),
@@ -272,11 +275,11 @@ def test_a_capture_that_fails_with_its_groups_is_tried_again(tmp_path, fixed_gra
         with monkeypatch.context() as patch, torch.inference_mode():
             patch.setattr(Mesh, "check", aborted)
             with pytest.raises(GroupError):
-                of_worker._model_step.capture(batch, forward.HeadOutput.LOGITS)
+                of_worker._model_step.capture(batch, HeadOutput.LOGITS)
         fixed_graphs.refusing.clear()
         before = len(fixed_graphs.captured)
         with torch.inference_mode():
-            of_worker._model_step.capture(batch, forward.HeadOutput.LOGITS)
+            of_worker._model_step.capture(batch, HeadOutput.LOGITS)
         assert fixed_graphs.captured[before:] == [(8, 2, 2)]
 
 
@@ -290,10 +293,10 @@ def test_a_worker_whose_captures_fail_computes_the_sizes_of_its_peers(
     graphs: FixedGraphs = request.getfixturevalue("fixed_graphs")
     capture, first = graphs.capture, threading.Lock()
 
-    def refuse_one_worker(run, sizes):
+    def refuse_one_worker(*args):
         if first.acquire(blocking=False):
             graphs.refusing.add(threading.get_ident())
-        return capture(run, sizes)
+        return capture(*args)
 
     monkeypatch.setattr(graphs, "capture", refuse_one_worker)
     assert answers(tmp_path, **options) == expected
@@ -328,13 +331,13 @@ def test_sampled_tokens_stay_valid_while_the_next_steps_are_computed(
     make(tmp_path, "llama")
     options = {"scheduler.steps_in_flight": 3}
     found = answers(tmp_path, **options)
-    run = forward._CapturedSteps.run
+    run = captured_steps.CapturedSteps.run
 
     def run_without_copies(self, batch):
         self._traits = self._traits._replace(is_asynchronous=False)
         return run(self, batch)
 
-    monkeypatch.setattr(forward._CapturedSteps, "run", run_without_copies)
+    monkeypatch.setattr(captured_steps.CapturedSteps, "run", run_without_copies)
     assert answers(tmp_path, **options) != found
 
 

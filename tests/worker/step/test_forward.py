@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import shutil
+from operator import ge, le, ne
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.comm import connect
-from swell.worker.step import forward
+from swell.worker.step import captured_forward
+from swell.worker.step.block_tables import BlockTables
+from swell.worker.step.captured_steps import capture_sizes
+from swell.worker.step.forward import HeadOutput
+from swell.worker.step.input_batch import BatchBuilder
+from swell.worker.step.request_states import RequestStates
+from swell.worker.wire import SchedulerOutput
 from tests.kernels.load import load_backend
 from tests.support.paths import NANO
 from tests.worker import tiny_models
@@ -77,7 +86,7 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
 ):
     make(tmp_path, family)
-    monkeypatch.setattr(forward, "MAX_SAMPLES", limit)
+    monkeypatch.setattr(captured_forward, "MAX_SAMPLES", limit)
     found = answers(tmp_path, **{"model.dtype": dtype})
     most = min(limit, 4)
     assert {samples for _, _, samples in replayed} == set(range(1, most + 1))
@@ -137,7 +146,7 @@ def test_greedy_tokens_are_the_same_with_logits_and_without(tmp_path, replayed, 
         with_logprobs = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
         assert tokens(with_logprobs, with_logprobs) == alone
         worker = llm._engine.core.executor._worker
-        assert {key.head for key in worker.runner._model_step._captured} == set(forward.HeadOutput)
+        assert {key.head for key in worker.runner._model_step._captured} == set(HeadOutput)
     replayed.clear()
     eager = {"model.enforce_eager": True, "scheduler.max_rows": 4}
     with LLM(str(tmp_path), **{"model.dtype": dtype, **eager}) as llm:
@@ -163,10 +172,48 @@ def test_steps_of_transformers_models_are_replayed(tmp_path, replayed, family):
             )
 
 
-def test_steps_that_choose_experts_run_eagerly(tmp_path, replayed):
+@pytest.mark.parametrize("tokens", [127, 191])
+def test_a_dimension_of_the_model_may_be_the_largest_number_of_tokens(tmp_path, replayed, tokens):
+    """The hidden size or the size of the MLP."""
+    make(tmp_path, "gpt_neox")
+    options = {"scheduler.max_tokens_per_step": tokens}
+    found = answers(tmp_path, **options)
+    assert {(rows, rows, rows) for rows in range(1, 5)} < replayed
+    eager = answers(tmp_path, **options, **{"model.enforce_eager": True})
+    assert [ids for ids, _ in found] == [ids for ids, _ in eager]
+
+
+@given(
+    rows=st.integers(1, 300),
+    drafts=st.integers(0, 200),
+    tokens=st.integers(1, 600),
+    most=st.sampled_from([1, 2, 128]),
+)
+def test_a_capture_has_room_for_the_largest_step(
+    rows: int, drafts: int, tokens: int, most: int
+) -> None:
+    """Tokens, rows and samples differ from one another and from those of the probe, and the input tensors are large enough for both."""
+    cpu = torch.device("cpu")
+    blocks = BlockTables(rows, 64, 16, cpu)
+    builder = BatchBuilder(RequestStates(rows, 64, cpu), blocks, tokens, drafts)
+    batch = builder.build(SchedulerOutput(0))
+    room = len(batch.inputs.input_ids), len(batch.inputs.block_table), batch.inputs.samples.shape[1]
+    samples = rows + drafts
+    found = [*capture_sizes(batch, most)]
+    assert len({sizes for sizes, _ in found}) == len(found) == 3
+    for sizes, other in found:
+        needed = max(tokens, samples), rows, min(most, samples)
+        assert all(map(ge, sizes[:3], needed)) and all(map(le, sizes[:3], room))
+        assert len({*sizes[:3]}) == len({*other[:3]}) == 3
+        assert all(map(ne, sizes[:3], other[:3])) and all(map(le, other[:3], room))
+
+
+def test_steps_that_choose_experts_run_eagerly(tmp_path, caplog, replayed):
     make(tmp_path, "qwen3_moe")
-    tried = answers(tmp_path)
+    with caplog.at_level("INFO"):
+        tried = answers(tmp_path)
     assert not replayed
+    assert caplog.text.count("steps are computed without captures") == 1
     assert tried == answers(tmp_path, **{"model.enforce_eager": True})
 
 

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.worker.step import forward
+from swell.worker.step import captured_forward
 from tests.kernels.load import load_backend
 from tests.support.paths import NANO
 from tests.worker import tiny_models
@@ -80,7 +80,7 @@ def test_steps_that_are_not_replayed_round_like_those_that_are(
     assert mixed == alone
     with start(folder, dtype, tokens=10) as llm:
         assert answer(llm) == alone, "chunks of the prompt"
-    monkeypatch.setattr(forward, "MAX_SAMPLES", 2)
+    monkeypatch.setattr(captured_forward, "MAX_SAMPLES", 2)
     replays.clear()
     with start(folder, dtype) as llm:
         assert answer(llm, *[(PROMPT[i:], SEEDED) for i in (5, 9, 20)]) == alone
