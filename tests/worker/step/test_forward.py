@@ -192,7 +192,8 @@ def test_a_dimension_of_the_model_may_be_the_largest_number_of_tokens(tmp_path, 
 def test_a_capture_has_room_for_the_largest_step(
     rows: int, drafts: int, tokens: int, most: int
 ) -> None:
-    """Tokens, rows and samples differ from one another and from those of the probe, and the input tensors are large enough for both."""
+    """Tokens, rows and samples differ from one another and from those of the probe, and the
+    input tensors are large enough for both."""
     cpu = torch.device("cpu")
     blocks = BlockTables(rows, 64, 16, cpu)
     builder = BatchBuilder(RequestStates(rows, 64, cpu), blocks, tokens, drafts)
