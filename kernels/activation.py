@@ -1,5 +1,6 @@
 """Activations of the feed-forward block: gated (Shazeer 2020, arXiv:2002.05202: SwiGLU, GEGLU), and
-GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415); and the scale of embeddings."""
+GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415); the scale of embeddings; and the bound of logits
+(soft cap)."""
 
 from __future__ import annotations
 
@@ -48,3 +49,12 @@ def scale(x: Tensor, factor: float) -> Tensor:
     Backends: reference, cpu, triton.
     """
     return backends.get("activation", x.device.type).scale(x, factor)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap) for cap > 0 -> new tensor of x's shape.
+
+    Rounded to x's type after the division, after tanh and after the product, as it would be by
+    separate operations of torch. Backends: reference, cpu, triton.
+    """
+    return backends.get("activation", x.device.type).softcap(x, cap)

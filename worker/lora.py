@@ -89,7 +89,8 @@ class Adapters(NoAdapters):
         if not isinstance(model, SupportsLoRA) or not model.takes_adapters:
             raise ValueError(
                 f"{config.reason}: this model does not support adapters; only native dense models "
-                f"that generate text do (llama, mistral, qwen2, qwen3); {MERGE}"
+                f"that generate text do (llama, mistral, qwen2, qwen3, phi-3, gemma 2 and 3); "
+                f"{MERGE}"
             )
         self._config, self._modules = config, model.linear_modules()
         self._dtype, self._device = dtype, model.device

@@ -1,4 +1,4 @@
-// Activations, with and without a gate: act(x), and act(gate) * up.
+// Activations, with and without a gate: act(x), and act(gate) * up; and operations with one factor.
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -79,26 +79,51 @@ SWELL_API void swell_gelu_tanh_and_mul(const ActivationArgs* a) { run<gelu_tanh,
 SWELL_API void swell_gelu_and_mul(const ActivationArgs* a) { run<gelu, true>(a); }
 SWELL_API void swell_gelu(const ActivationArgs* a) { run<gelu, false>(a); }
 
-struct ScaleArgs {
+struct FactorArgs {
   const void* x;
   void* out;
   int64_t rows, size, is_bf16;
   float factor;
 };
 
-SWELL_API void swell_scale(const ScaleArgs* a) {
+namespace {
+
+struct Scale {
+  template <typename T>
+  static SWELL_INLINE v8 compute(v8 x, v8 factor) {
+    return x * round_to<T>(factor);
+  }
+};
+
+struct Softcap {
+  template <typename T>
+  static SWELL_INLINE v8 compute(v8 x, v8 cap) {
+    return round_to<T>(vtanh(round_to<T>(x / cap))) * cap;
+  }
+};
+
+template <typename OPERATION>
+void with_factor(const FactorArgs* a, int64_t cost) {
   const auto run = [&](auto type) {
     using T = decltype(type);
     const T* x = static_cast<const T*>(a->x);
     T* out = static_cast<T*>(a->out);
     const int64_t size = a->size, full = size & ~int64_t(7), tail = size - full;
-    const v8 factor = round_to<T>(splat(a->factor));
-    parallel_for_each(a->rows, a->rows * size, [=](int64_t row) {
+    const v8 factor = splat(a->factor);
+    parallel_for_each(a->rows, a->rows * size * cost, [=](int64_t row) {
       const T* from = x + row * size;
       T* to = out + row * size;
-      for (int64_t i = 0; i < full; i += 8) store(to + i, load(from + i) * factor);
-      if (tail) store_part(to + full, load_part(from + full, tail) * factor, tail);
+      for (int64_t i = 0; i < full; i += 8)
+        store(to + i, OPERATION::template compute<T>(load(from + i), factor));
+      if (tail)
+        store_part(to + full, OPERATION::template compute<T>(load_part(from + full, tail), factor),
+                   tail);
     });
   };
   a->is_bf16 ? run(bf16{}) : run(float{});
 }
+
+}  // namespace
+
+SWELL_API void swell_scale(const FactorArgs* a) { with_factor<Scale>(a, 1); }
+SWELL_API void swell_softcap(const FactorArgs* a) { with_factor<Softcap>(a, 8); }

@@ -25,6 +25,7 @@ _gelu_and_mul = _function("swell_gelu_and_mul")
 _gelu_tanh_and_mul = _function("swell_gelu_tanh_and_mul")
 _gelu = _function("swell_gelu")
 _scale = _function("swell_scale", factor=FLOAT)
+_softcap = _function("swell_softcap", cap=FLOAT)
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -53,6 +54,13 @@ def scale(x: Tensor, factor: float) -> Tensor:
     if x.dtype not in TYPES:
         return reference.scale(x, factor)
     return _run(_scale, x, x.shape[-1], factor)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `swell.kernels.activation.softcap`."""
+    if x.dtype not in TYPES:
+        return reference.softcap(x, cap)
+    return _run(_softcap, x, x.shape[-1], cap)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -32,3 +32,8 @@ def gelu_tanh_and_mul(gate_up: Tensor) -> Tensor:
 def scale(x: Tensor, factor: float) -> Tensor:
     """See `swell.kernels.activation.scale`."""
     return x * torch.tensor(factor, dtype=x.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `swell.kernels.activation.softcap`."""
+    return torch.tanh(x / cap) * cap

@@ -3,6 +3,7 @@
     out = round(act(gate)) * up          gated, x = [gate | up]
     out = act(x)                         plain
     out = x * round(factor)              scaled
+    out = round(tanh(round(x / cap))) * cap
 
 `round` is the conversion to x's type; everything else is computed in float32.
 """
@@ -62,6 +63,19 @@ def _scale(x, out, factor, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, value * factor, mask=inside)
 
 
+@triton.jit
+def _softcap(x, out, cap, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """x, out [rows, SIZE]"""
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + columns
+    dtype = x.dtype.element_ty
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) / cap
+    value = value.to(dtype).to(tl.float32)
+    value = (1.0 - 2.0 / (tl.exp(2.0 * value) + 1.0)).to(dtype).to(tl.float32)
+    tl.store(out + at, value * cap, mask=inside)
+
+
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `swell.kernels.activation.silu_and_mul`."""
     if gate_up.dtype not in TYPES:
@@ -99,6 +113,17 @@ def scale(x: Tensor, factor: float) -> Tensor:
     if rows := out.numel() // max(1, size):
         rounded = torch.tensor(factor, dtype=x.dtype).item()
         _scale[(rows, triton.cdiv(size, BLOCK))](x, out, rounded, size, BLOCK)
+    return out
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `swell.kernels.activation.softcap`."""
+    if x.dtype not in TYPES:
+        return reference.softcap(x, cap)
+    x, size = x.contiguous(), x.shape[-1]
+    out = torch.empty_like(x)
+    if rows := out.numel() // max(1, size):
+        _softcap[(rows, triton.cdiv(size, BLOCK))](x, out, cap, size, BLOCK)
     return out
 
 

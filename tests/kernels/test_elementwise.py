@@ -155,6 +155,25 @@ def test_scale(name, dtype, shape):
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 13), (0, 16), (2, 3, 64), (9, 1000)])
+def test_softcap(name, dtype, shape):
+    """Each operation is rounded to the type, as in transformers' gemma2."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype) * 40
+    x.view(-1)[:1] = 1000.0
+    before = x.clone()
+    got = load_backend(name, "activation").softcap(x, 30.0)
+    expected = torch.tanh(x / 30.0) * 30.0
+    tolerance = (
+        {"rtol": 1e-6, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 0}
+    )
+    torch.testing.assert_close(got, expected, **tolerance)
+    if dtype == torch.bfloat16 and len(x):
+        assert (got == expected).float().mean() > 0.99
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", ["reference", "cpu"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 64), (1, 7), (3, 100), (40, 1024)])
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("adds", [False, True])

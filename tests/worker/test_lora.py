@@ -122,6 +122,24 @@ def test_adapters_equal_merged_weights(folders: Folders) -> None:
             assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=name)) == expected, name
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_adapters_of_matrices_that_are_stored_as_one(tmp_path: Path, tensor: int) -> None:
+    """phi3 stores queries, keys and values as one matrix, and so gate and up: an adapter has one
+    pair of matrices for them."""
+    model = tiny_models.make(tmp_path / "model", "phi3")
+    for file in NANO.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "model")
+    plain = greedy(model)
+    folder = adapters.make_adapter(tmp_path / "adapter", adapters.module_shapes(model), seed=3)
+    adapters.merge(model, folder)
+    expected = greedy(model)
+    assert expected != plain
+    options = {"lora.adapters": {"one": str(folder)}, "cache.memory_bytes": 1 << 22}
+    with LLM(str(tmp_path / "model"), **on_device({**options, "parallel.tensor": tensor})) as llm:
+        assert ids_of(llm.generate(PROMPTS, GREEDY, adapter="one")) == expected
+        assert ids_of(llm.generate(PROMPTS, GREEDY)) == plain
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_mixed_batch_equals_separate_batches(llama: Folders, split: str) -> None:
     names = [name for name in llama.reference for _ in PROMPTS]

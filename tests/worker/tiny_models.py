@@ -69,8 +69,43 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma2",
         {"head_dim": 32, "sliding_window": WINDOW, "query_pre_attn_scalar": 32},
     ),
+    "gemma2-caps": (
+        "gemma2",
+        {
+            "head_dim": 32,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", {}),
+    "phi3-partial": (
+        "phi3",
+        {
+            "sliding_window": WINDOW,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+            },
+        },
+    ),
+    "phi3-longrope": (
+        "phi3",
+        {
+            "original_max_position_embeddings": 128,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0 + 0.1 * i for i in range(12)],
+                "long_factor": [2.0 + 0.1 * i for i in range(12)],
+                "original_max_position_embeddings": 128,
+            },
+        },
+    ),
     "stablelm": ("stablelm", {}),
     "gpt2": (
         "gpt2",

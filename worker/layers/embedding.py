@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from swell.kernels.activation import softcap
 from swell.kernels.linear import (
     embedding,
     embedding_part,
@@ -77,9 +78,10 @@ class ParallelLMHead(_VocabRows):
     def quantized_bits(self, packing: Packing) -> int | None:
         return HEAD_BITS if packing.bits else None
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [S, hidden] -> logits [S, vocab] float32"""
-        logits = self.group.all_gather(linear(hidden, self.weight), -1)
+    def forward(self, hidden: torch.Tensor, cap: float = 0.0) -> torch.Tensor:
+        """hidden [S, hidden] -> logits [S, vocab] float32, bounded by `cap`; 0: not bounded"""
+        own = linear(hidden, self.weight)
+        logits = self.group.all_gather(softcap(own, cap) if cap else own, -1)
         logits = logits[:, : self.vocab]
         return logits if logits.dtype == torch.float32 else logits.float()
 

@@ -94,39 +94,34 @@ class _FusedColumns(LinearLayer):
         return self.lora.add(x, linear(x, self.weight, self.bias))
 
     def lora_parts(self, *names: str) -> list[LoraPart]:
+        inputs = slice(0, self.in_features)
         return [
-            LoraPart(
-                name,
-                slice(0, self.in_features),
-                slice(part.start, part.start + part.count),
-                (part.total, self.in_features),
-            )
-            for name, part in zip(names, self.parts, strict=True)
+            LoraPart(name, inputs, rows, (total, self.in_features))
+            for name, rows, total in self._stored_rows(names)
         ]
 
     def weight_shards(self, *names: str) -> Iterator[WeightShard]:
+        """`names` may be one name: the checkpoint then stores the matrices stacked in one."""
         start = 0
-        for name, part in zip(names, self.parts, strict=True):
-            here = slice(start, start + part.count)
-            rows = slice(part.start, part.start + part.count)
-            shape = (part.total, self.in_features)
-            yield WeightShard(f"{name}.weight", self.weight[here], (rows, ALL), shape)
-            if self.bias is not None:
-                yield WeightShard(f"{name}.bias", self.bias[here], (rows,), (part.total,))
-            start += part.count
-
-    def fused_shards(self, name: str) -> Iterator[WeightShard]:
-        """Returns the shards for a checkpoint that stores the matrices stacked in one, `name`."""
-        start = before = 0
-        total = sum(part.total for part in self.parts)
-        for part in self.parts:
-            here = slice(start, start + part.count)
-            rows = slice(before + part.start, before + part.start + part.count)
+        for name, rows, total in self._stored_rows(names):
+            here = slice(start, start + rows.stop - rows.start)
             shape = (total, self.in_features)
             yield WeightShard(f"{name}.weight", self.weight[here], (rows, ALL), shape)
             if self.bias is not None:
                 yield WeightShard(f"{name}.bias", self.bias[here], (rows,), (total,))
-            start += part.count
+            start = here.stop
+
+    def _stored_rows(self, names: Sequence[str]) -> Iterator[tuple[str, slice, int]]:
+        """Yields the matrix of the checkpoint that has each part, this rank's rows of it, and the
+        number of all its rows."""
+        if len(names) > 1 or len(self.parts) == 1:
+            for name, part in zip(names, self.parts, strict=True):
+                yield name, slice(part.start, part.start + part.count), part.total
+            return
+        before, total = 0, sum(part.total for part in self.parts)
+        for part in self.parts:
+            start = before + part.start
+            yield names[0], slice(start, start + part.count), total
             before += part.total
 
 

@@ -51,8 +51,11 @@ class GatedMLP(FeedForward):
         group: Group,
         bias: bool = False,
         activation: str = "silu",
+        names: tuple[str, ...] = ("gate_proj", "up_proj"),
     ) -> None:
+        """`names`: the names of gate and up in a checkpoint, or one for both, stacked."""
         super().__init__()
+        self.gate_up_names = names
         self.act_and_mul = GATED[activation]
         what = "intermediate_size"
         self.gate_up = MergedColumnParallelLinear(hidden, [intermediate] * 2, group, bias, what)
@@ -63,7 +66,7 @@ class GatedMLP(FeedForward):
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""
-        yield self.gate_up, (f"{name}.gate_proj", f"{name}.up_proj")
+        yield self.gate_up, tuple(f"{name}.{each}" for each in self.gate_up_names)
         yield self.down, (f"{name}.down_proj",)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:

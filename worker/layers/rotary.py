@@ -45,6 +45,12 @@ class RotaryEmbedding(nn.Module):
                 f"partial_rotary_factor={part} is not supported natively (only 1); "
                 "try model.backend=transformers"
             )
+        if kind == "longrope" and max_positions > rope["original_max_position_embeddings"]:
+            limit = rope["original_max_position_embeddings"]
+            raise ValueError(
+                f"rope_type={kind!r} changes all angles beyond {limit} tokens, which makes cached "
+                f"keys invalid; set model.max_model_len={limit} or less"
+            )
         inverse, factor = FREQUENCIES[kind](head_dim, rope)
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse[None, :]
@@ -121,9 +127,23 @@ def _yarn_scale(rope: Mapping[str, Any]) -> float:
     return scale(1.0)
 
 
+def _longrope(dim: int, rope: Mapping[str, Any]) -> Frequencies:
+    """Ding et al., "LongRoPE" (2024), for sequences up to the original length: each frequency has
+    a divisor of its own."""
+    divisors = torch.tensor(rope["short_factor"], dtype=torch.float32)
+    steps = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+    inverse = 1.0 / (divisors * rope["rope_theta"] ** steps)
+    scale, factor = rope.get("attention_factor"), rope["factor"]
+    if scale is None:
+        length = rope["original_max_position_embeddings"]
+        scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
+    return inverse, float(scale)
+
+
 FREQUENCIES: dict[str, Callable[[int, Mapping[str, Any]], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

@@ -47,6 +47,8 @@ NATIVE = {
     "MistralForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "Qwen2ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "Qwen3ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "Phi3ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
+    "Gemma2ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "Gemma3ForCausalLM": "swell.worker.models.llama:LlamaForCausalLM",
     "MixtralForCausalLM": "swell.worker.models.moe:MoeForCausalLM",
     "Qwen3MoeForCausalLM": "swell.worker.models.moe:MoeForCausalLM",

@@ -1,11 +1,12 @@
-"""The llama family as one implementation: llama, mistral, qwen2, qwen3 and gemma3 differ in a few
-traits.
+"""The llama family as one implementation: llama, mistral, qwen2, qwen3, phi3, gemma2 and gemma3
+differ in a few traits.
 
     x = embed(ids)
     for each layer:   x = x + attention(norm(x));   x = x + down(act(gate(norm(x))) * up(norm(x)))
     logits = head(norm(x))
 
-In some families, the outputs of attention and of `down` are normalized before they are added.
+In some families, the outputs of attention and of `down` are normalized before they are added, and
+logits are bounded.
 
 The tokens of all rows are concatenated, [T, hidden]; only attention knows where rows end. The sum
 `x` is passed on as a pair (x, residual), so that each addition is fused with the norm after it.
@@ -22,6 +23,7 @@ from torch import nn
 from swell.kernels.activation import scale
 from swell.kernels.linear import embedding
 from swell.kernels.qkv import prepare
+from swell.kernels.sample import greedy_sample
 from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.attention import Attention
 from swell.worker.layers.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -60,7 +62,7 @@ class LlamaAttention(nn.Module):
             heads * self.head_dim, config.hidden_size, group, traits.out_bias
         )
         self.q_norm = self.k_norm = None
-        self.eps = config.rms_norm_eps
+        self.eps, self.qkv_names = config.rms_norm_eps, traits.qkv_names
         if traits.qk_norm:
             self.q_norm, self.k_norm = (traits.norm(self.head_dim, self.eps) for _ in range(2))
         self.attention = Attention(
@@ -69,6 +71,7 @@ class LlamaAttention(nn.Module):
             self.head_dim,
             traits.scale or self.head_dim**-0.5,
             window=traits.windows[layer] if traits.windows else 0,
+            softcap=traits.softcap,
         )
 
     def forward(
@@ -87,7 +90,7 @@ class LlamaAttention(nn.Module):
 
     def linear_layers(self, name: str) -> Iterator[tuple[LinearLayer, tuple[str, ...]]]:
         """Yields each linear layer with its matrices' names in the checkpoint."""
-        yield self.qkv, (f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        yield self.qkv, tuple(f"{name}.{each}" for each in self.qkv_names)
         yield self.out, (f"{name}.o_proj",)
 
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
@@ -221,11 +224,13 @@ class LlamaModel(nn.Module):
             self.norm = traits.norm(config.hidden_size, config.rms_norm_eps)
             self.make_head(config)
         materialize(self, device, dtype)
+        self.logits_softcap = traits.logits_softcap
         self.embedding_scale = traits.embedding_scale
         self.embeds_plainly = traits.embedding_scale == 1.0
+        rotary_dim = int(head_dim(config) * traits.rotated)
         self.ropes = nn.ModuleDict(
             {
-                kind: RotaryEmbedding(head_dim(config), max_positions, parameters)
+                kind: RotaryEmbedding(rotary_dim, max_positions, parameters)
                 for kind, parameters in rope_kinds(config, traits).items()
             }
         ).to(device)
@@ -242,6 +247,7 @@ class LlamaModel(nn.Module):
             self.mesh.tensor,
             traits.mlp_bias,
             activation(config),
+            traits.gate_up_names,
         )
 
     def forward(
@@ -336,11 +342,13 @@ class LlamaForCausalLM(LlamaModel):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [S, hidden] of the last stage -> logits [S, vocab] float32, on each tensor rank"""
-        return self.head(hidden)
+        return self.head(hidden, self.logits_softcap)
 
     def argmax(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """hidden [S, hidden] of the last stage -> the tokens of the largest logits, [S] int64, and
         these logits, [S] float32"""
+        if self.logits_softcap:  # different outputs of the head may become equal logits
+            return greedy_sample(self.compute_logits(hidden))
         return self.head.argmax(hidden)
 
     def weight_shards(self, stored: Collection[str] = ()) -> Iterator[WeightShard]:
@@ -380,15 +388,18 @@ def activation(config: Any) -> str:
 def rope_kinds(config: Any, traits: Traits) -> dict[str, dict[str, Any]]:
     """Returns the kinds of angles, each with its rope's parameters."""
     if not traits.rope_kinds:
-        return {ONE_KIND: rope_parameters(config, config.rope_parameters)}
+        rope = rope_parameters(config, config.rope_parameters)
+        if traits.rotated != 1.0:
+            del rope["partial_rotary_factor"]  # the angles are those of the rotated part
+        return {ONE_KIND: rope}
     kinds = dict.fromkeys(traits.rope_kinds)
     return {kind: rope_parameters(config, config.rope_parameters[kind]) for kind in kinds}
 
 
 def rope_parameters(config: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a rope's parameters; a missing yarn factor is computed from the lengths."""
+    """Returns a rope's parameters; a missing factor is computed from the lengths."""
     rope = dict(parameters)
-    if rope.get("rope_type") == "yarn" and rope.get("factor") is None:
+    if rope.get("rope_type") in ("yarn", "longrope") and rope.get("factor") is None:
         old = rope.get("original_max_position_embeddings") or config.max_position_embeddings
         rope["factor"] = config.max_position_embeddings / old
     return rope

@@ -42,14 +42,24 @@ class Traits:
     """How many tokens a token attends to in each layer, including itself; 0: all."""
     rope_kinds: tuple[str, ...] = ()
     """The key of each layer's parameters in `rope_parameters`; none: all layers have the same."""
+    rotated: float = 1.0
+    """The part of each head that is rotated."""
     scale: float | None = None
     """The factor on attention scores; None: 1 / sqrt(head_dim)."""
+    softcap: float = 0.0
+    """The bound of attention scores; 0: none."""
+    logits_softcap: float = 0.0
+    """The bound of logits; 0: none."""
     embedding_scale: float = 1.0
     """The factor on embeddings of tokens."""
     norm: type[RMSNorm] = RMSNorm
     norms: NormNames = _PLAIN
     mlp_name: str = "mlp"
     """The name of the feed-forward block in a checkpoint."""
+    qkv_names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """The names of queries, keys and values in a checkpoint, or one for all, stacked."""
+    gate_up_names: tuple[str, ...] = ("gate_proj", "up_proj")
+    """The names of gate and up in a checkpoint, or one for both, stacked."""
 
 
 def _llama(config: Any) -> Traits:
@@ -70,12 +80,41 @@ def _qwen3(config: Any) -> Traits:
     return Traits(qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_windows(config))
 
 
-def _gemma3(config: Any) -> Traits:
+def _phi3(config: Any) -> Traits:
+    return Traits(
+        windows=(config.sliding_window or 0,) * config.num_hidden_layers,
+        rotated=float(config.rope_parameters.get("partial_rotary_factor") or 1.0),
+        qkv_names=("qkv_proj",),
+        gate_up_names=("gate_up_proj",),
+    )
+
+
+def _gemma2(config: Any) -> Traits:
+    _refuse_bidirectional(config)
+    bias = bool(config.attention_bias)
+    return Traits(
+        qkv_bias=bias,
+        out_bias=bias,
+        windows=_windows(config),
+        scale=config.query_pre_attn_scalar**-0.5,
+        softcap=config.attn_logit_softcapping or 0.0,
+        logits_softcap=config.final_logit_softcapping or 0.0,
+        embedding_scale=config.hidden_size**0.5,
+        norm=OffsetRMSNorm,
+        norms=_SANDWICH,
+    )
+
+
+def _refuse_bidirectional(config: Any) -> None:
     if getattr(config, "use_bidirectional_attention", False):
         raise ValueError(
             "use_bidirectional_attention=true is not supported: a token would attend to later "
             "tokens, so answers cannot be generated one token after the other"
         )
+
+
+def _gemma3(config: Any) -> Traits:
+    _refuse_bidirectional(config)
     for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
         if getattr(config, cap, None):
             raise ValueError(
@@ -113,6 +152,8 @@ TRAITS: dict[str, Callable[[Any], Traits]] = {
     "MistralForCausalLM": _mistral,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Phi3ForCausalLM": _phi3,
+    "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
 }
 """Architecture in config.json -> its traits."""

@@ -76,10 +76,10 @@ class ModernBertLayer(nn.Module):
     def weight_shards(self, name: str) -> Iterator[WeightShard]:
         if isinstance(self.attention_norm, LayerNorm):
             yield from self.attention_norm.weight_shards(f"{name}.attn_norm")
-        yield from self.qkv.fused_shards(f"{name}.attn.Wqkv")
+        yield from self.qkv.weight_shards(f"{name}.attn.Wqkv")
         yield from self.out.weight_shards(f"{name}.attn.Wo")
         yield from self.mlp_norm.weight_shards(f"{name}.mlp_norm")
-        yield from self.gate_up.fused_shards(f"{name}.mlp.Wi")
+        yield from self.gate_up.weight_shards(f"{name}.mlp.Wi")
         yield from self.down.weight_shards(f"{name}.mlp.Wo")
 
 

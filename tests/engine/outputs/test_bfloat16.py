@@ -62,7 +62,7 @@ def reference_logits(model: Any, prompt: list[int], answer: list[int]) -> torch.
     return logits[len(prompt) - 1 : -1]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "phi3-partial"])
 def test_answers_equal_up_to_a_near_tie(tmp_path: Path, family: str) -> None:
     tiny_models.make(tmp_path, family, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

@@ -13,6 +13,7 @@ from swell.kernels.triton.activation import (
     gelu_tanh_and_mul,
     scale,
     silu_and_mul,
+    softcap,
 )
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
 
@@ -27,6 +28,7 @@ def launches(dtype: torch.dtype) -> Iterator[None]:
     yield gelu_tanh_and_mul(x)
     yield scale(x, 3.3)
     yield gelu(x)
+    yield softcap(x, 30.0)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -59,3 +61,11 @@ def test_gelu(dtype):
     x = (torch.randn(2, 3, 100) * 3).to(dtype)
     wide = x.double()
     close(gelu(x), wide * (1 + torch.erf(wide / 2**0.5)) / 2, dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", [(0, 8), (2, 9), (2, 1, 1025)])
+def test_softcap(dtype, shape):
+    """Each operation is rounded to the type."""
+    x = (torch.randn(shape) * 40).to(dtype)
+    close(softcap(x, 30.0), (torch.tanh(x / 30.0) * 30.0).double(), dtype)

@@ -217,6 +217,11 @@ NATIVE = [
     "qwen2",
     "qwen2-window",
     "qwen3",
+    "phi3",
+    "phi3-partial",
+    "phi3-longrope",
+    "gemma2",
+    "gemma2-caps",
     "gemma3",
     "mixtral",
     "qwen3_moe",
@@ -232,7 +237,7 @@ def test_native_models_equal_transformers(
     check(*tiny(family), tensor, pipeline, "native")
 
 
-GENERIC = ["gpt_neox", "starcoder2", "smollm3", "gemma2", "olmo2", "phi3"]
+GENERIC = ["gpt_neox", "starcoder2", "smollm3", "gemma2-caps", "olmo2", "phi3"]
 
 
 @pytest.mark.parametrize(("tensor", "pipeline"), SPLITS)
@@ -269,6 +274,8 @@ def test_generic_breadth(tiny: Any, family: str, tensor: int, pipeline: int) -> 
         ("mistral", "native", 2, 2),
         ("qwen2-window", "native", 1, 1),
         ("qwen3", "native", 1, 2),
+        ("gemma2-caps", "native", 2, 2),
+        ("phi3-longrope", "native", 1, 1),
         ("gemma3", "native", 2, 2),
         ("mixtral", "native", 2, 1),
         ("gpt_neox", "transformers", 2, 2),

@@ -33,6 +33,14 @@ def test_partial_rotation_uses_the_generic_backend(tmp_path: Path, part: float) 
     assert "model.backend=transformers" in text
 
 
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_longrope_ends_at_the_original_length(tmp_path: Path, backend: str) -> None:
+    """Beyond it, all angles change, also those of keys in the cache."""
+    tiny_models.make(tmp_path, "phi3-longrope")
+    text = refusal(tmp_path, backend=backend, max_model_len=129)
+    assert "rope_type='longrope'" in text and "set model.max_model_len=128 or less" in text
+
+
 @pytest.mark.parametrize("backend", ["auto", "native", "transformers"])
 def test_contradictory_architectures_are_refused(tmp_path: Path, backend: str) -> None:
     tiny_models.make(tmp_path, "qwen2")

@@ -80,7 +80,7 @@ def answers(folder, **overrides) -> list:
 
 
 @pytest.mark.parametrize("limit", [2, 128])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gemma2-caps", "phi3-partial"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
@@ -98,7 +98,7 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     assert not replayed
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen2", "llama-tied"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma2-caps", "qwen2", "llama-tied"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_answers_of_tensor_parallel_workers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype
@@ -158,11 +158,12 @@ def test_steps_of_transformers_models_are_replayed(tmp_path, replayed, family):
     """Steps of transformers models are replayed, too. Our kernels round some of torch's operations
     differently, so probabilities are only close."""
     make(tmp_path, family)
-    found = answers(tmp_path)
+    own = {"model.backend": "transformers"}
+    found = answers(tmp_path, **own)
     assert {(rows, rows, rows) for rows in range(1, 5)} < replayed
     assert any(tokens > rows > samples for tokens, rows, samples in replayed)
     replayed.clear()
-    eager = answers(tmp_path, **{"model.enforce_eager": True})
+    eager = answers(tmp_path, **own, **{"model.enforce_eager": True})
     assert not replayed
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in eager]
     for (_, logprobs), (_, expected) in zip(found, eager, strict=True):
@@ -231,10 +232,11 @@ def greedy_tokens(folder, **options) -> list[list[int]]:
 def test_greedy_tokens_of_transformers_models_have_the_largest_logits(tmp_path, replayed, family):
     """A head may scale or cap the outputs of its matrix."""
     make(tmp_path, family)
-    found = greedy_tokens(tmp_path)
+    own = {"model.backend": "transformers"}
+    found = greedy_tokens(tmp_path, **own)
     assert replayed
     replayed.clear()
-    assert found == greedy_tokens(tmp_path, **{"model.enforce_eager": True})
+    assert found == greedy_tokens(tmp_path, **own, **{"model.enforce_eager": True})
     assert not replayed
     assert len({tuple(tokens) for tokens in found}) == 3
 

@@ -50,6 +50,7 @@ def start(folder, dtype: str, tokens: int = 16, **options) -> LLM:
     return LLM(
         str(folder),
         **{
+            "model.backend": "transformers",
             "model.dtype": dtype,
             "scheduler.max_rows": 4,
             "scheduler.max_tokens_per_step": tokens,
