@@ -86,7 +86,7 @@ LIBRARIES: dict[str, list[str]] = {
     "transformers": [
         "cluster/text/tokens/tokenizer.py",
         "worker/hf_config.py",
-        "worker/models/generic*.py",
+        "worker/models/generic/*",
         "worker/models/text_part.py",
         "worker/sample/vocabulary.py",
     ],

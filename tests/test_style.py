@@ -15,7 +15,7 @@ MAX_KERNEL_LINES = 80
 MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 9
 
-TABLES = ("worker/models", "tests/benchmarks", "tests/conformance/peers")
+TABLES = ("tests/benchmarks", "tests/conformance/peers")
 """Folders that may hold more files: each file is one entry of a table, named after it."""
 PRODUCT = [name for name in FILES if not name.startswith("tests/")]
 

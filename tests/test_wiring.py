@@ -102,10 +102,10 @@ BY_NAME = {
     "cluster/cli/start/ray_processes.py": "functions of Ray, while it starts",
     "kernels/cpu/capture/recording.py": "fields of a C struct",
     "worker/drafting/mtp_model.py": "keys of a config of transformers",
-    "worker/models/generic.py": "modules of transformers",
-    "worker/models/generic_attention.py": "modules of transformers",
-    "worker/models/generic_build.py": "modules of transformers",
-    "worker/models/generic_parallel.py": "modules of transformers",
+    "worker/models/generic/causal_lm.py": "modules of transformers",
+    "worker/models/generic/attention.py": "modules of transformers",
+    "worker/models/generic/build.py": "modules of transformers",
+    "worker/models/generic/parallel.py": "modules of transformers",
 }
 
 

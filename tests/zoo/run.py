@@ -25,7 +25,11 @@ DEADLINE_S = 120.0
 """The time limit of one model with one backend; most take a fifth of a second."""
 MEMORY_BYTES = 12 << 30
 """The address space of one process."""
-IMPORTED = ("swell.worker.worker", "swell.worker.models.moe", "swell.worker.models.generic")
+IMPORTED = (
+    "swell.worker.worker",
+    "swell.worker.models.moe",
+    "swell.worker.models.generic.causal_lm",
+)
 MIN_DISTINCT = 5
 """The minimum number of distinct tokens: an oracle whose answers are all alike tests nothing."""
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from swell.worker.models.generic_build import auto_class
+from swell.worker.models.generic.build import auto_class
 from swell.worker.models.text_part import text_config, wrapper_class
 from tests.zoo.configs import VOCAB
 

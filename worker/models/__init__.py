@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         TextGenerationModel,
     )
     from swell.worker.models.bert import Bert
-    from swell.worker.models.generic import GenericForCausalLM
+    from swell.worker.models.generic.causal_lm import GenericForCausalLM
     from swell.worker.models.llama import LlamaForCausalLM
     from swell.worker.models.llama_pooled import LlamaForPooling
     from swell.worker.models.modernbert import ModernBert
@@ -64,7 +64,7 @@ POOLED = {
 }
 """Model family, the first part of an architecture's name -> "module:Class"."""
 
-GENERIC = "swell.worker.models.generic:GenericForCausalLM"
+GENERIC = "swell.worker.models.generic.causal_lm:GenericForCausalLM"
 
 
 def build_model(

@@ -22,7 +22,7 @@ from swell.worker.hf_config import load_config
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import load_weights
 from swell.worker.models import build_model
-from swell.worker.models.generic import refuse_config
+from swell.worker.models.generic.causal_lm import refuse_config
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.intermediate import IntermediateTensors, stage_layers
 from swell.worker.wire import SchedulerOutput

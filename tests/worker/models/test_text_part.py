@@ -18,8 +18,8 @@ from swell.configs.schema import ModelConfig
 from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.memory.new_weights import ModelShape
 from swell.worker.models import NATIVE, architecture, backend_of
-from swell.worker.models.generic_build import auto_class, body_of, text_body
-from swell.worker.models.generic_weights import WeightsMapper
+from swell.worker.models.generic.build import auto_class, body_of, text_body
+from swell.worker.models.generic.weights import WeightsMapper
 from swell.worker.models.text_part import (
     text_architecture,
     text_config,

@@ -20,7 +20,7 @@ from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import Packing, pack_weights
 from swell.worker.loader import load_weights
 from swell.worker.models import build_model
-from swell.worker.models.generic_experts import Experts
+from swell.worker.models.generic.experts import Experts
 from swell.worker.worker import Worker
 from tests.support.gguf_files import gguf_of
 from tests.worker.checkpoint.test_gguf_models import greedy, random_folder

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from swell.worker.models.generic_parallel import decoder_layers
+from swell.worker.models.generic.parallel import decoder_layers
 from swell.worker.step.intermediate import stage_layers
 from swell.worker.step.layer_taps import LayerTaps
 

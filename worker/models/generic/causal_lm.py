@@ -1,10 +1,8 @@
 """Runs any causal language model of transformers with our paged cache.
 
-The modules are those of transformers, except for the attention (`generic_attention`), products with
-packed weights (`generic_products`), the split into ranks and stages (`generic_parallel`) and the
-mapping of weights (`generic_weights`). The model
-gets one row [1, T] of tokens with their positions and no cache; all earlier tokens are in our
-cache.
+The modules are those of transformers, except for those that the other files of this folder replace.
+The model gets one row [1, T] of tokens with their positions and no cache; all earlier tokens are in
+our cache.
 """
 
 from __future__ import annotations
@@ -21,23 +19,23 @@ from swell.kernels.sample import greedy_sample
 from swell.worker.comm.mesh import Mesh
 from swell.worker.layers.linear import ColumnParallelLinear, RowParallelLinear
 from swell.worker.layers.weight_shard import WeightShard, replicated_shard
-from swell.worker.models import generic_masks, generic_probe
-from swell.worker.models.generic_attention import Mode, PagedAttentionHook, UnsupportedModelError
-from swell.worker.models.generic_build import body_name, drop_towers, materialize, on_meta
-from swell.worker.models.generic_experts import ExpertMatrix, Experts, use_expert_kernels
-from swell.worker.models.generic_masks import UnsupportedMaskError
-from swell.worker.models.generic_parallel import (
+from swell.worker.models.generic import masks, probe
+from swell.worker.models.generic.attention import Mode, PagedAttentionHook, UnsupportedModelError
+from swell.worker.models.generic.build import body_name, drop_towers, materialize, on_meta
+from swell.worker.models.generic.experts import ExpertMatrix, Experts, use_expert_kernels
+from swell.worker.models.generic.masks import UnsupportedMaskError
+from swell.worker.models.generic.parallel import (
     StageBoundary,
     decoder_layers,
     split_stages,
     split_tensors,
 )
-from swell.worker.models.generic_products import (
+from swell.worker.models.generic.products import (
     PackedLinear,
     packing_unless_read,
     use_kernels,
 )
-from swell.worker.models.generic_weights import WeightsMapper
+from swell.worker.models.generic.weights import WeightsMapper
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.step.layer_taps import LayerTaps
 
@@ -256,15 +254,13 @@ class GenericForCausalLM(nn.Module):
         calls = self._calls
         try:
             modules = [module for _, module in self._parts]
-            with self.mesh.tensor.dry_run(), generic_probe.constant_weights(modules):
-                with generic_masks.recording(self.base):
+            with self.mesh.tensor.dry_run(), probe.constant_weights(modules):
+                with masks.recording(self.base):
                     calls.mode = Mode.TRACE
-                    given = generic_probe.trace_integers(
-                        self.base, self._run, ids, positions, incoming
-                    )
+                    given = probe.trace_integers(self.base, self._run, ids, positions, incoming)
                     calls.mode = Mode.DRY_RUN
-                    found = generic_probe.trace_integers(self.base, self._run, ids, None, incoming)
-                mixed = generic_probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
+                    found = probe.trace_integers(self.base, self._run, ids, None, incoming)
+                mixed = probe.mixes_tokens(self.base, self._run, ids, positions, incoming)
                 hidden = self._run(ids, positions, incoming)
                 if not self.mesh.is_last_stage and hidden.shape != (2, self.hidden):
                     raise UnsupportedMaskError(
@@ -296,7 +292,7 @@ class GenericForCausalLM(nn.Module):
             )
         if mixed:
             calls.refuse("its tokens affect each other outside attention (a recurrent state?)")
-        part = generic_probe.first_difference(given, found)
+        part = probe.first_difference(given, found)
         if part:
             calls.refuse(f"its {part} does not use the positions 0, 1, 2, ... for all tokens")
 

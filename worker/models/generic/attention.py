@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from swell.worker.layers.attention import Attention
-from swell.worker.models import generic_masks
-from swell.worker.models.generic_masks import (
+from swell.worker.models.generic import masks
+from swell.worker.models.generic.masks import (
     MaskFunction,
     UnsupportedMaskError,
     difference_from_eager,
@@ -184,4 +184,4 @@ def register() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, _attention)
-    generic_masks.register(_attention)
+    masks.register(_attention)

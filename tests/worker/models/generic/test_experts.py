@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from swell.kernels.linear import PackedTensor, pack
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.models.generic_experts import Experts, use_expert_kernels
-from tests.worker.models.test_generic_products import loaded
+from swell.worker.models.generic.experts import Experts, use_expert_kernels
+from tests.worker.models.generic.test_products import loaded
 
 pytestmark = pytest.mark.slow
 packs = pytest.mark.skipif(

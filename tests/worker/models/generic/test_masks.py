@@ -14,9 +14,10 @@ from transformers import masking_utils
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config
-from swell.worker.models import build_model, generic_probe
-from swell.worker.models.generic_masks import UnsupportedMaskError, sliding_window_of
-from swell.worker.models.generic_probe import constant_weights, mixes_tokens
+from swell.worker.models import build_model
+from swell.worker.models.generic import probe
+from swell.worker.models.generic.masks import UnsupportedMaskError, sliding_window_of
+from swell.worker.models.generic.probe import constant_weights, mixes_tokens
 from tests.worker import tiny_models
 from tests.worker.models.test_models import MAX_TOKENS, check, refusal
 
@@ -149,8 +150,8 @@ def test_tracing_allocates_no_tables_or_experts() -> None:
     model = torch.nn.Module()
     model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
     model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))
-    with generic_probe.constant_weights(list(model.modules())):
+    with probe.constant_weights(list(model.modules())):
         parts = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
         assert sum(part.nbytes() for part in parts.values()) == 4 * 16 * 32
-        assert all((p == generic_probe.WEIGHT).all() for p in model.parameters())
+        assert all((p == probe.WEIGHT).all() for p in model.parameters())
     assert model.table.weight.shape == (5000, 16) and not model.experts.any()

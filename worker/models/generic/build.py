@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from swell.configs.runtime.log import first_line
-from swell.worker.models import generic_attention
+from swell.worker.models.generic import attention
 from swell.worker.models.text_part import wrapper_class
 
 SIZES = ("hidden_size", "vocab_size", "num_hidden_layers")
@@ -26,7 +26,7 @@ _CONSTRUCTION = threading.Lock()
 def on_meta(config: Any) -> tuple[Any, Any]:
     """Returns the model on the meta device, and its text body. Raises `ValueError` if no causal LM
     can be built."""
-    generic_attention.register()
+    attention.register()
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     try:
         with _CONSTRUCTION, torch.device("meta"):
@@ -65,7 +65,7 @@ def on_meta(config: Any) -> tuple[Any, Any]:
 
 def _attention_of(config: Any) -> str | dict[str, str]:
     """Returns our attention for the text model; towers, which are dropped, have their own."""
-    own = generic_attention.NAME
+    own = attention.NAME
     if wrapper_class(config) is None:
         return own
     text = config.get_text_config()

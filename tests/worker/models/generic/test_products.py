@@ -22,7 +22,7 @@ from swell.worker.layers.packed_weight import (
 )
 from swell.worker.loader import load_weights
 from swell.worker.models import build_model
-from swell.worker.models.generic_products import packing_unless_read, use_kernels
+from swell.worker.models.generic.products import packing_unless_read, use_kernels
 from tests.worker import tiny_models
 from tests.worker.models.test_models import BLOCK_TOKENS, MAX_TOKENS, Part, batch_of
 
