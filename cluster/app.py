@@ -22,6 +22,7 @@ import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
+from swell.cluster.api.admin.manager_calls import engine_starts
 from swell.cluster.api.admin.protocol import ChangeResult, RequestStory
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
@@ -72,6 +73,7 @@ from swell.coordinator.manager_state import Sleep
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.ports import free_port, next_free_port
 from swell.coordinator.transport.runtime import ThreadRuntime
+from swell.engine.serving.start_timeline import StartPhase
 
 _SERVE_PROXY_PORT = 8000
 """The port on which `serve run` starts Serve's proxy."""
@@ -285,6 +287,10 @@ class IngressDeployment:
         """Returns the status for the command that starts the application, which may run where it
         cannot reach an ingress."""
         return IngressStatus(self._host, await self._ingress.not_ready())
+
+    async def engine_starts(self) -> dict[int, list[StartPhase]]:
+        """Returns the phases of the engines' starts by rank, for the same command."""
+        return await engine_starts(self._ingress.services.manager)
 
     async def find_requests(self, id: str, asking: int) -> list[RequestStory]:
         """Returns what this ingress knows of a request, for another ingress."""

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from swell.cluster.cli.start.local_ray import local_ray
 from swell.cluster.cli.start.private_home import check_temporary_files, use_private_files
 from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.ray_processes import RayProcesses
-from swell.cluster.cli.start.start_screen import StartScreen, own_lines_only
+from swell.cluster.cli.start.start_screen import StartScreen, explanation, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
 from swell.cluster.cli.start.waiting_reason import build_note, waiting_reason
 from swell.cluster.control.ray.http_port import (
@@ -36,6 +37,7 @@ from swell.cluster.control.ray.http_port import (
 from swell.cluster.port_claim import PortClaim, PortClaims
 from swell.cluster.text.model_folder import check
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
+from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
 _POLL_S = 0.25
 _STATUS_S = 10.0
@@ -48,6 +50,7 @@ def serve(args: argparse.Namespace) -> int:
 
     Raises ConfigError and StartupError; then nothing is left running.
     """
+    timeline = StartTimeline("configuration", time.monotonic)
     own = {"serve.host": args.host, "serve.port": args.port}
     own = {key: value for key, value in own.items() if value is not None}
     config = load(args.config, {**dict(args.set), **own})
@@ -71,10 +74,11 @@ def serve(args: argparse.Namespace) -> int:
     take_signals()
     ended_before_us, started = False, RayProcesses()
     limit_s = config.cluster.start_timeout_s
+    timeline.enter("Ray")
     with (
         _claimed_port(config, args.address) as (config, claim),
         _files() as folder,
-        own_lines_only(folder / "swell-serve.log") as screen,
+        own_lines_only(folder / "swell-serve.log", timeline) as screen,
         contextlib.suppress(Stopped),
         _ray(args.address, folder, screen, stop, limit_s, take_signals) as processes,
     ):
@@ -83,7 +87,7 @@ def serve(args: argparse.Namespace) -> int:
         if not stop.is_set():  # otherwise Ray may not run, and a call would start another one
             if claim is not None:
                 _share_with_ingresses(claim)
-            _serve_until(stop, config, args.address, screen, processes, download)
+            _serve_until(stop, config, args, screen, processes, download)
         ended_before_us = processes.has_lost_one()
     if ended_before_us or started.is_client_left:
         _exit_at_once()
@@ -122,11 +126,13 @@ def _check_device(config: Config) -> None:
 def _serve_until(
     stop: threading.Event,
     config: Config,
-    address: str | None,
+    args: argparse.Namespace,
     screen: StartScreen,
     processes: RayProcesses,
     download: Download,
 ) -> None:
+    address = args.address
+
     def show(reason: str) -> None:
         note = "" if address is not None else download.share() or build_note()
         screen.state(reason + note)
@@ -134,18 +140,25 @@ def _serve_until(
     if address is not None:
         from swell.cluster.cli.doctor.doctor_command import check_start
 
+        screen.timeline.enter("checks of all hosts")
         screen.state("checking all hosts of the Ray cluster")
         check_start(config)
     is_lost = processes.has_lost_one
+    screen.timeline.enter("Ray Serve")
     with (
         application(config, screen.line, stop, own_ray=address is None, is_lost=is_lost) as ingress,
         _ending_sets(stop),
     ):
         limit_s = config.cluster.start_timeout_s + SERVE_S
-        host = _wait_until_ready(ingress, stop, limit_s, show)
+        screen.timeline.enter("manager and ingresses")
+        on_ingress = partial(screen.timeline.enter, "engines")
+        host = _wait_until_ready(ingress, stop, limit_s, show, on_ingress)
         if host is not None:
+            phases = screen.timeline.finish()
             url = _url(config.serve, host, is_here=address is None)
             screen.line(f"ready: {url}")
+            for line in explanation(phases, _engine_starts(ingress)) if args.explain_start else ():
+                screen.line(line)
             stop.wait()
         _on_signals(signal.SIG_IGN)
         screen.line("stopping: waiting for streams to finish")
@@ -256,10 +269,15 @@ def _url(serve: ServeConfig, host: str, *, is_here: bool) -> str:
 
 
 def _wait_until_ready(
-    ingress: Any, stop: threading.Event, limit_s: float, show: Callable[[str], None]
+    ingress: Any,
+    stop: threading.Event,
+    limit_s: float,
+    show: Callable[[str], None],
+    on_ingress: Callable[[], None],
 ) -> str | None:
     """Show the reason of the wait until the cluster is ready. Returns the address of an ingress's
-    host; None: stopped meanwhile. Raises StartupError after `limit_s`, or if the start failed.
+    host; None: stopped meanwhile. `on_ingress`: called when an ingress answers. Raises StartupError
+    after `limit_s`, or if the start failed.
 
     The ingresses answer through Ray, because this process may run where it cannot reach them.
     """
@@ -267,6 +285,8 @@ def _wait_until_ready(
     while not stop.is_set():
         reason = _waits_for_serve()
         status = None if reason else _status(ingress)
+        if status is not None:
+            on_ingress()
         if status is not None and status.not_ready is None:
             return str(status.host)
         if status is None:
@@ -310,9 +330,19 @@ def _waits_for_serve() -> str | None:
 
 def _status(ingress: Any) -> Any:
     """Returns the `IngressStatus` of any ingress; None: none answers in time."""
+    return _answer(ingress.status)
+
+
+def _engine_starts(ingress: Any) -> dict[int, list[StartPhase]]:
+    """Returns the phases of the engines' starts; empty: no ingress answers in time."""
+    return _answer(ingress.engine_starts) or {}
+
+
+def _answer(method: Any) -> Any:
+    """Returns what any ingress answers to a call without arguments; None: none in time."""
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException
 
     with contextlib.suppress(TimeoutError, RayError, RayServeException):
-        return ingress.status.remote().result(timeout_s=_STATUS_S)
+        return method.remote().result(timeout_s=_STATUS_S)
     return None

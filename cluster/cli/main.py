@@ -35,6 +35,11 @@ def _serve(parser: argparse.ArgumentParser) -> None:
         metavar="RAY",
         help="HOST:PORT of a running Ray; default: start Ray on this machine",
     )
+    parser.add_argument(
+        "--explain-start",
+        action="store_true",
+        help="print how long each phase of the start took",
+    )
 
 
 def _status(parser: argparse.ArgumentParser) -> None:

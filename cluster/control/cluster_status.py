@@ -13,6 +13,9 @@ from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.text.json_types import JsonObject
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
+from swell.engine.serving.start_timeline import StartPhase
+
+_STARTING_PROCESS = "starting the process"
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,16 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> Js
         "sleep_level": report.sleep_level,
         "freed_bytes": report.freed_bytes,
         "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
+        "start": msgspec.to_builtins(_start(handle)),
     }
+
+
+def _start(handle: EngineHandle) -> list[StartPhase]:
+    """Returns the phases of the engine's start; empty: it has not started."""
+    if handle.ready is None:
+        return []
+    process = [] if handle.process_s is None else [StartPhase(_STARTING_PROCESS, handle.process_s)]
+    return [*process, *handle.ready.start]
 
 
 def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str:

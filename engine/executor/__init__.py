@@ -72,7 +72,10 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 Progress = Callable[[str], None]
-"""Called with a short text that says what the start is waiting for."""
+"""Called with a short text that says what the start is doing: the name of a phase, and details
+after a comma."""
+LOADING_LIBRARIES = "loading libraries"
+PREPARING_STEPS = "allocating the KV cache and capturing steps"
 
 
 def loading(done_bytes: int, total_bytes: int) -> str:

@@ -15,6 +15,8 @@ import msgspec
 from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
+    LOADING_LIBRARIES,
+    PREPARING_STEPS,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -75,6 +77,7 @@ class InlineExecutor(Executor):
         self._loads = QueuedLoads(workers=1)
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        progress(LOADING_LIBRARIES)
         prepare_for_torch()
         from swell.worker.worker import GroupError, Worker  # type: ignore[attr-defined]
 
@@ -94,7 +97,7 @@ class InlineExecutor(Executor):
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
             limits = agree_limits(self._config, [self._worker.measure()])
-            progress("allocating the KV cache")
+            progress(PREPARING_STEPS)
             self._worker.init_cache(*limits.of_cache)
         except BaseException as error:
             self.shutdown()

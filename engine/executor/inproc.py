@@ -21,6 +21,8 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
+    LOADING_LIBRARIES,
+    PREPARING_STEPS,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -217,6 +219,7 @@ class InprocExecutor(Executor):
         self._loads = QueuedLoads(config.parallel.world)
 
     def start(self, progress: Progress = lambda text: None) -> ExecutorLimits:
+        progress(LOADING_LIBRARIES)
         prepare_for_torch()
         # Threads that import at the same time may see a partially imported module.
         import torch.distributed as dist
@@ -245,7 +248,7 @@ class InprocExecutor(Executor):
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
             limits = agree_limits(self._config, self._call_all("measure"))
-            progress("allocating the KV cache")
+            progress(PREPARING_STEPS)
             self._call_all("init_cache", *limits.of_cache)
         except BaseException as error:
             self.shutdown()

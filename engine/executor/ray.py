@@ -23,6 +23,7 @@ from swell.configs.runtime.network import other_ports
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.transport.channel import ChannelKeys, Inbox
 from swell.engine.executor import (
+    PREPARING_STEPS,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -158,7 +159,7 @@ class RayExecutor(Executor):
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
             self._limits = agree_limits(self._config, self._measure(ranks))
-            progress("allocating the KV cache")
+            progress(PREPARING_STEPS)
             self._init_caches(ranks, self._limits)
         except ray.exceptions.RayTaskError as error:
             self.shutdown()
@@ -194,7 +195,6 @@ class RayExecutor(Executor):
             node = nodes[bundle]
             new_workers.append(RayWorker(rank, self._create(rank, bundle, node), node))
             self._workers[rank] = new_workers[-1]
-        progress(f"loading weights on {len(new_workers)} workers")
         self._load(new_workers, progress)
         for worker in new_workers:
             if worker.rank == 0:

@@ -27,12 +27,14 @@ from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import workers_by_node
 from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
 from swell.engine.serving.server import EngineServer
+from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
 _EXIT_GRACE_S = 10.0
 """For how long the actor of a failed engine still answers `ended`; then its process exits."""
 
 
 _LOADING, _WATCHING = "loading", "watching"
+_STARTING = "starting"
 """Concurrency groups of the calls that wait for long. Ray does not cancel the calls of a manager
 that has terminated, so several of them may wait at once. They must not occupy the threads of the
 calls that every manager expects to be answered soon, or it takes the engine for a hanging one."""
@@ -61,7 +63,9 @@ class EngineActor:
         self._server: EngineServer | None = None
         self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
-        self._status = "starting"
+        self._timeline = StartTimeline(_STARTING, time.monotonic)
+        self._start: list[StartPhase] = []
+        """The phases of the start, when it has finished."""
         self._stopping = False
         self._manager = NO_MANAGER
         self._manager_lock = threading.Lock()
@@ -86,6 +90,7 @@ class EngineActor:
         with self._loading:
             self._check_not_ended()
             if self._server is None:
+                self._timeline = StartTimeline(_STARTING, time.monotonic)
                 self._load(placement_group)
             elif version != self._version:
                 self._reload(config, version)
@@ -104,7 +109,7 @@ class EngineActor:
             workers_per_machine=shares[ray.get_runtime_context().get_node_id()],
             gpus=gpu_indices(ray.get_gpu_ids(), os.environ.get(VISIBLE_GPUS)),
         )
-        limits = executor.start(self._set_status)
+        limits = executor.start(self._timeline.enter)
         self._serve(EngineCore(self._config, executor, limits))
         freeze_gc()
 
@@ -115,7 +120,8 @@ class EngineActor:
         server, self._server = self._server, None
         assert server is not None
         own, self._version = self._version, version
-        self._status = f"reading the weights of {config.model.path}"
+        reading = f"reading the weights of {config.model.path}"
+        self._timeline = StartTimeline(reading, time.monotonic)
         refusal: ValueError | None = None
         try:
             self._end_server(server)
@@ -160,7 +166,7 @@ class EngineActor:
         )
         if self._stopping:  # `stop` found no server
             self._server.stop()
-        self._status, self._served = "serving", threading.Event()
+        self._start, self._served = self._timeline.finish(), threading.Event()
         run = partial(self._run, self._server)
         self._thread = threading.Thread(target=run, name="swell-engine", daemon=True)
         self._thread.start()
@@ -184,7 +190,7 @@ class EngineActor:
         RuntimeError before it serves."""
         server = self._server
         if server is None:
-            raise RuntimeError(f"engine {self._rank} is still {self._status}")
+            raise RuntimeError(f"engine {self._rank} is still {self._timeline.text}")
         return EngineReady(
             self._rank,
             server.address,
@@ -195,11 +201,12 @@ class EngineActor:
             server.incarnation,
             server.member.store,
             server.version,
+            self._start,
         )
 
     def status(self) -> str:
         """Returns what the engine is loading, for people who wait for it."""
-        return self._status
+        return self._timeline.text
 
     @ray.method(concurrency_group=_WATCHING)  # type: ignore[untyped-decorator]
     def ended(self, timeout_s: float) -> str | None:
@@ -238,9 +245,6 @@ class EngineActor:
         self._ended.set()
         self._served.set()
         threading.Thread(target=_exit_later, args=(error,), name="swell-exit", daemon=True).start()
-
-    def _set_status(self, text: str) -> None:
-        self._status = text
 
 
 def _exit_later(error: BaseException) -> None:

@@ -6,6 +6,7 @@ import msgspec
 
 from swell.coordinator.transport.channel import ChannelAddress
 from swell.engine.executor import ExecutorLimits, WorkerInfo
+from swell.engine.serving.start_timeline import StartPhase
 
 
 class EngineReady(msgspec.Struct, frozen=True):
@@ -23,6 +24,8 @@ class EngineReady(msgspec.Struct, frozen=True):
     """Address of the store at which workers of other engines meet its workers."""
     version: str = ""
     """The version that it runs, as the roster lists it."""
+    start: list[StartPhase] = []
+    """How long the phases of its start took, beginning with the first call of its process."""
 
 
 class NewWeightsRefused(ValueError):

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
+
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
+from swell.engine.serving.start_timeline import StartPhase
 
 _MANAGER_TIMEOUT_S = 30.0
 """The timeout of a call to the manager: longer than Serve needs to replace it."""
@@ -27,3 +30,13 @@ async def call_manager(manager: Any, method: str, *args: object) -> Any:
             "no_manager",
             RETRY_AFTER,
         ) from None
+
+
+async def engine_starts(manager: Any) -> dict[int, list[StartPhase]]:
+    """Returns the phases of the engines' starts by rank. Raises HTTPError 503 if the manager does
+    not answer."""
+    body = await call_manager(manager, "describe")
+    return {
+        engine["rank"]: msgspec.convert(engine["start"], list[StartPhase])
+        for engine in body["engines"]
+    }

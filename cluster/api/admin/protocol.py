@@ -53,6 +53,13 @@ class WorkerState(Body, kw_only=True):
     pid: int
 
 
+class StartPhase(Body, kw_only=True):
+    """One phase of an engine's start."""
+
+    phase: str
+    seconds: float
+
+
 class EngineState(Body, kw_only=True):
     rank: int
     state: str
@@ -75,6 +82,8 @@ class EngineState(Body, kw_only=True):
     freed_bytes: int = 0
     """Memory that the workers have freed while the engine sleeps."""
     workers: list[WorkerState] = []
+    start: list[StartPhase] = []
+    """The phases of its start. The first one is missing if another manager started the engine."""
 
 
 class CoordinatorState(Body, kw_only=True):

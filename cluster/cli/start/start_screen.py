@@ -12,11 +12,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from swell.cluster.cli.console import plain
+from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
 _MIN_INTERVAL_S = 1.0
 _SPIN_S = 0.1
@@ -24,6 +25,9 @@ _SPINNER = "|/-\\"
 _CLEAR = "\r\x1b[K"
 _MAX_STATE = 200
 """Characters of a state that are shown."""
+_INDENT = " " * 12
+_SHOWN_S = 0.05
+"""The shortest phase that `explanation` lists."""
 
 
 class StatusLine:
@@ -72,7 +76,9 @@ class StartScreen:
     """Writes lines to standard output and the state to standard error. A thread updates the state,
     because Ray and Serve block their caller."""
 
-    def __init__(self, out: TextIO, err: TextIO) -> None:
+    def __init__(self, out: TextIO, err: TextIO, timeline: StartTimeline) -> None:
+        """`timeline`: the phases of the start, which this object only keeps."""
+        self.timeline = timeline
         self._out = out
         is_terminal = err.isatty()
         width = os.get_terminal_size(err.fileno()).columns if is_terminal else 80
@@ -108,14 +114,15 @@ class StartScreen:
 
 
 @contextlib.contextmanager
-def own_lines_only(log: Path) -> Iterator[StartScreen]:
+def own_lines_only(log: Path, timeline: StartTimeline) -> Iterator[StartScreen]:
     """Append all other output to file descriptors 1 and 2 to `log`, including that of Ray's C++
     code."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     kept = [os.dup(1), os.dup(2)]
     target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    screen = StartScreen(*(os.fdopen(os.dup(number), "w", errors="replace") for number in kept))
+    out, err = (os.fdopen(os.dup(number), "w", errors="replace") for number in kept)
+    screen = StartScreen(out, err, timeline)
     try:
         for number in (1, 2):
             os.dup2(target, number)
@@ -129,3 +136,24 @@ def own_lines_only(log: Path) -> Iterator[StartScreen]:
             os.dup2(before, number)
             os.close(before)
         os.close(target)
+
+
+def explanation(
+    phases: Sequence[StartPhase], engines: Mapping[int, Sequence[StartPhase]]
+) -> Iterator[str]:
+    """Yields the lines of `swell serve --explain-start`. `phases`: those of the whole start, one
+    after the other; `engines`: those of each engine, by rank. Engines start at the same time.
+    Phases that would be shown as 0.0 s are left out."""
+    yield f"start: {_total(phases)}"
+    yield from _lines(phases)
+    for rank, own in sorted(engines.items()):
+        yield f"{_INDENT}engine {rank}: {_total(own)}"
+        yield from (_INDENT + line for line in _lines(own))
+
+
+def _total(phases: Sequence[StartPhase]) -> str:
+    return f"{sum(each.seconds for each in phases):.1f} s"
+
+
+def _lines(phases: Sequence[StartPhase]) -> Iterator[str]:
+    return (f"{each.seconds:8.1f} s  {each.phase}" for each in phases if each.seconds >= _SHOWN_S)

@@ -62,6 +62,8 @@ class EngineHandle:
     in_doubt: bool = False
     """Ray has not answered a call to create or terminate a part of the engine."""
     ready: EngineReady | None = None
+    process_s: float | None = None
+    """How long the engine's process took to start; None: another manager started it."""
     waits_for_room: str | None = None
     """Why the engine cannot be placed yet; None: it is placed, or will be in a moment."""
     starting: asyncio.Task[None] | None = None
@@ -113,6 +115,7 @@ class EngineHandle:
             group=self.group,
             in_doubt=self.in_doubt,
             ready=self.ready,
+            process_s=self.process_s,
             ended=self.ended,
         )
 

@@ -223,9 +223,10 @@ class Placement:
                 await self.orphans.collect()
                 await self._reserve(handle, on_waiting)
             async with asyncio.timeout(self._config.cluster.start_timeout_s):
-                if handle.actor is None:
-                    await self._create(handle)
-                handle.ready = await self._load(handle)
+                if handle.actor is not None:
+                    handle.ready = await self._load(handle)
+                else:
+                    handle.ready, handle.process_s = await self._create_and_load(handle)
         except (asyncio.CancelledError, WeightsRefused):
             raise
         except TimeoutError as error:
@@ -236,6 +237,14 @@ class Placement:
             if isinstance(error, StartFailed):
                 raise
             raise _explain(error, handle) from error
+
+    async def _create_and_load(self, handle: EngineHandle) -> tuple[EngineReady, float]:
+        """Returns the engine, and the seconds that its process took to start."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await self._create(handle)
+        ready = await self._load(handle)
+        return ready, max(0.0, clock() - began - sum(each.seconds for each in ready.start))
 
     async def _load(self, handle: EngineHandle) -> EngineReady:
         version = handle.version

@@ -3,6 +3,7 @@ Ray."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
 from swell.cluster.cli.start.waiting_reason import STARTING
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
+from swell.engine.serving.start_timeline import StartTimeline
 from tests.support.paths import NANO
 
 HOST = "10.1.2.3"
@@ -99,7 +101,9 @@ def wait(
 
     def until_ready(*answers: IngressStatus | None, limit_s: float = 60.0) -> str | None:
         handle = FakeHandle(*answers)
-        return launch._wait_until_ready(handle, threading.Event(), limit_s, shown.append)
+        return launch._wait_until_ready(
+            handle, threading.Event(), limit_s, shown.append, lambda: None
+        )
 
     return until_ready
 
@@ -213,10 +217,12 @@ def test_the_hosts_of_a_ray_cluster_are_checked_before_the_application_is_deploy
 
     monkeypatch.setattr(doctor_command, "check_start", refuse)
     monkeypatch.setattr(launch, "application", deploy)
-    screen: Any = SimpleNamespace(state=shown.append)
+    timeline = StartTimeline("Ray", lambda: 0.0)
+    screen: Any = SimpleNamespace(state=shown.append, timeline=timeline)
+    args = argparse.Namespace(address=HOST, explain_start=False)
     with pytest.raises(ConfigError, match="no file"):
         launch._serve_until(
-            threading.Event(), load("owner/name"), HOST, screen, RayProcesses(), Download()
+            threading.Event(), load("owner/name"), args, screen, RayProcesses(), Download()
         )
     assert shown == ["checking all hosts of the Ray cluster"]
 

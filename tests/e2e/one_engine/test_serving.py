@@ -214,6 +214,14 @@ def test_health_ready_models_and_metrics_answer(cluster):
     assert {"epoch", "wave", "state", "target", "engines", "coordinator", "rescale"} <= set(
         cluster_view
     )
+    (engine,) = cluster_view["engines"]
+    phases = [each["phase"] for each in engine["start"]]
+    assert phases[-3:] == [
+        "loading weights",
+        "measuring memory",
+        "allocating the KV cache and capturing steps",
+    ]
+    assert all(each["seconds"] >= 0 for each in engine["start"])
 
 
 def test_detokenize_inverts_tokenize(cluster):

@@ -12,13 +12,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.cli.start.start_screen import StatusLine
+from swell.cluster.cli.start.start_screen import StatusLine, explanation
+from swell.engine.serving.start_timeline import StartPhase
 
 PROGRAM = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from swell.cluster.cli.start.start_screen import own_lines_only
-with own_lines_only(Path(sys.argv[1])) as screen:
+from swell.engine.serving.start_timeline import StartTimeline
+with own_lines_only(Path(sys.argv[1]), StartTimeline("a phase", time.monotonic)) as screen:
     screen.line("one of ours")
     print("a library, by Python")
     print("a library, to standard error", file=sys.stderr)
@@ -111,3 +113,21 @@ def test_a_closed_output_does_not_stop_the_start(tmp_path: Path) -> None:
     )
     os.close(writer)
     assert b"Traceback" not in done.stderr
+
+
+def test_the_phases_of_the_start_and_of_each_engine_are_listed_in_order() -> None:
+    phases = [StartPhase("Ray", 3.04), StartPhase("engines", 12.5)]
+    measuring = StartPhase("measuring memory", 0.04)
+    engines = {
+        1: [measuring, StartPhase("loading weights", 1.25)],
+        0: [StartPhase("loading libraries", 2.0)],
+    }
+    assert list(explanation(phases, engines)) == [
+        "start: 15.5 s",
+        "     3.0 s  Ray",
+        "    12.5 s  engines",
+        "            engine 0: 2.0 s",
+        "                 2.0 s  loading libraries",
+        "            engine 1: 1.3 s",
+        "                 1.2 s  loading weights",
+    ]
