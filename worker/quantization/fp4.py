@@ -1,4 +1,5 @@
-"""Floats of 4 bits (E2M1), two in each byte, with a scale for each group of 16 or 32 in a row.
+"""Floats of 4 bits (E2M1), two in each byte, with a scale for each group of 16 or 32 in a row. They
+are multiples of 1/2 up to 6, so integers of 8 bits represent them exactly.
 
     NVFP4   groups of 16; E4M3 scales, which one number for the whole matrix scales again
     MXFP4   groups of 32; E8M0 scales, so powers of two
@@ -52,11 +53,13 @@ class Fp4Matrix(GroupedMatrix):
     divisor."""
 
     unit = (1, 2)
+    bits = 8
+    step = 0.5
 
     def find_shape(self) -> tuple[int, int]:
         rows, octets = self.checked(self._packed, PACKED, None, None).shape
         columns = octets * 2
-        self.checked(".weight_scale", SCALES, rows, -(-columns // self._columns_per_group))
+        self.checked(".weight_scale", SCALES, rows, -(-columns // self.group_size))
         for suffix in FACTORS:
             if suffix in self.parts:
                 self.checked(suffix, FLOATS, *(1 for _ in self.part(suffix).shape[:1]))
@@ -67,7 +70,7 @@ class Fp4Matrix(GroupedMatrix):
         return ".weight_packed" if ".weight_packed" in self.parts else ".weight"
 
     @property
-    def _columns_per_group(self) -> int:
+    def group_size(self) -> int:  # type: ignore[override]
         return BLOCK if self.part(".weight_scale").stored_type in POWERS else NVFP4_GROUP
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
@@ -83,7 +86,7 @@ class Fp4Matrix(GroupedMatrix):
         return Grid(scales)
 
     def groups(self, columns: range) -> torch.Tensor:
-        return torch.arange(columns.start, columns.stop) // self._columns_per_group
+        return torch.arange(columns.start, columns.stop) // self.group_size
 
 
 class Mxfp4Experts:

@@ -57,7 +57,9 @@ class GroupedMatrix(ABC):
     unit: tuple[int, int] = (1, 1)
     """Rows and columns that are stored together, so that parts must begin at multiples of them."""
     bits: int | None = None
-    """Bits of the stored integers; None: they are not integers."""
+    """Bits of the integers of which the stored numbers are multiples; None: there are none."""
+    step = 1.0
+    """A power of two: the stored number of which these are the multiples."""
     group_size: int | None = None
     """The number of neighbouring columns with one scale; None: groups are not neighbours."""
 
@@ -191,10 +193,12 @@ class GroupedMatrix(ABC):
         zeros = torch.empty_like(scales)
         for block, of_block, of_part in self._blocks(rows, len(columns)):
             levels, grid = self.levels(block, columns), self.grid(block)
+            if levels.is_floating_point():
+                levels = (levels / self.step).to(torch.int8)
             is_signed = levels.dtype == torch.int8
             levels = levels.view(torch.uint8) ^ 128 if is_signed else levels
             integers[of_part] = levels[of_block]
-            scales[of_part] = grid.scales[of_block, groups]
+            scales[of_part] = grid.scales[of_block, groups] * self.step
             stored = grid.zeros
             if isinstance(stored, torch.Tensor):
                 stored = stored[of_block, groups]

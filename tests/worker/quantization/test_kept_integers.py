@@ -42,8 +42,9 @@ KEPT = {
     **dict.fromkeys(("gptq", "gptq-v2", "gptq-symmetric-zeros", "awq"), 4),
     **dict.fromkeys(("ct-w4a16", "ct-w4a16-asymmetric", "ct-w4a16-channel"), 4),
     **dict.fromkeys(("gptq-8", "ct-w8a16", "ct-int8", "ct-int8-asymmetric"), 8),
+    **dict.fromkeys(("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4"), 8),
 }
-DEQUANTIZED = ["gptq-asymmetric-ordered", "gptq-3", "ct-w4a16-ordered", "fp8-block", "ct-nvfp4"]
+DEQUANTIZED = ["gptq-asymmetric-ordered", "gptq-3", "ct-w4a16-ordered", "fp8-block"]
 
 
 def kept(folder: Path, **settings: Any) -> list[int]:
@@ -95,7 +96,18 @@ def test_other_matrices_are_dequantized(name: str, tmp_path: Path) -> None:
     assert kept(quantized) == []
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "ct-w4a16-channel", "ct-int8"])
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-3"])
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_a_quantized_checkpoint_is_rounded_to_another_form(
+    quantize: str, name: str, tmp_path: Path
+) -> None:
+    """The dequantized weights are rounded, matrix by matrix."""
+    quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    settings = {"model.quantize": quantize, **ON_CPU}
+    assert answers(quantized, **settings) == answers(plain, **settings)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "ct-w4a16-channel", "ct-int8", "ct-nvfp4"])
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_ranks_keep_their_parts(name: str, axis: str, tmp_path: Path) -> None:
     quantized, plain = copies(tmp_path, writers.FORMATS[name], **SIZES)
