@@ -36,6 +36,7 @@ from swell.cluster.control.ray.http_port import (
 )
 from swell.cluster.port_claim import PortClaim, PortClaims
 from swell.cluster.text.model_folder import check
+from swell.configs.files.gguf.unpacked import remove_unused
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
 from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
@@ -176,10 +177,13 @@ def _ending_sets(stop: threading.Event) -> Iterator[None]:
 @contextlib.contextmanager
 def _files() -> Iterator[Path]:
     """Create a private folder for the files of this start, after removing abandoned folders of
-    earlier starts."""
+    earlier starts. Afterwards, remove the unpacked files of GGUF models that no process uses."""
     remove_abandoned()
-    with session_folder(keep=bool(os.environ.get("SWELL_KEEP_LOGS"))) as folder:
-        yield Path(folder)
+    try:
+        with session_folder(keep=bool(os.environ.get("SWELL_KEEP_LOGS"))) as folder:
+            yield Path(folder)
+    finally:
+        remove_unused()
 
 
 @contextlib.contextmanager

@@ -1,22 +1,27 @@
 """The small files of a GGUF model, in a folder that is read like any model folder:
 
-    /tmp/swell-gguf-UID / DIGEST / config.json, generation_config.json,
+    /tmp/swell-gguf-UID / gate           locked while a process finds or removes folders
+                        / DIGEST.used    each process that uses the folder has a shared lock on it
+                        / DIGEST / config.json, generation_config.json,
                                    tokenizer.json, tokenizer_config.json, chat_template.jinja
                                    complete.json      the sizes of the others, written last
 
 They are written by the first process that needs them. The digest is that of the file's identity
 (path, inode, size, time of its last change) and of this code, so a folder never goes stale. Each
-host has its own folder.
+host has its own folder. The kernel drops the locks of a process that ends, so folders without a
+living user are found, and removed, by the next process that unpacks a file, and when a server ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from math import isfinite
 from pathlib import Path
@@ -32,6 +37,7 @@ from swell.configs.files.private_files import enter_folder
 COMPLETE = "complete.json"
 _ALWAYS = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 """The files of every model."""
+_LOCK_FLAGS = os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _SAMPLING = {
     "temp": "temperature",
     "top_k": "top_k",
@@ -46,11 +52,69 @@ def unpacked(path: Path) -> Path:
     """Returns the folder with the small files of a GGUF file. Raises GgufError."""
     try:
         folder = _folder(path)
+        with _gate(folder.parent):
+            _use(folder)
+            _remove_unused(folder.parent)
         if not _is_complete(folder):
             _write(folder, _files(read_header(path)), path.stat().st_mtime)
         return folder
     except OSError as error:
         raise GgufError(f"{path} cannot be unpacked: {error}") from None
+
+
+def remove_unused() -> None:
+    """Stops the use of all folders in this process, and removes those that no process uses."""
+    parent = _parent()
+    if not parent.exists():
+        return
+    with contextlib.suppress(OSError), _gate(parent):
+        while _used:
+            os.close(_used.popitem()[1])
+        _remove_unused(parent)
+
+
+_used: dict[Path, int] = {}
+"""Folder -> the descriptor of `DIGEST.used`, which this process has locked."""
+
+
+@contextlib.contextmanager
+def _gate(parent: Path) -> Iterator[None]:
+    """Lets one process of this account at a time find and remove folders."""
+    with enter_folder(parent, make=True) as folder:
+        gate = os.open("gate", _LOCK_FLAGS, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(gate, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(gate)
+
+
+def _use(folder: Path) -> None:
+    """Keeps a folder until this process ends. The caller has the gate."""
+    if folder not in _used:
+        lock = os.open(_lock_of(folder), _LOCK_FLAGS, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_SH)  # others lock it exclusively only while they have the gate
+        _used[folder] = lock
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.used")
+
+
+def _remove_unused(parent: Path) -> None:
+    """Removes the folders that no process uses. The caller has the gate."""
+    for path in parent.glob("*.used"):
+        lock = os.open(path, _LOCK_FLAGS, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue
+        else:
+            for folder in parent.glob(f"{path.stem}*/"):
+                shutil.rmtree(folder, ignore_errors=True)
+            path.unlink()
+        finally:
+            os.close(lock)
 
 
 def _files(file: GgufFile) -> dict[str, Any]:
@@ -78,7 +142,11 @@ def _generation_config(file: GgufFile, config: Mapping[str, Any]) -> dict[str, A
 def _folder(path: Path) -> Path:
     identity = "\n".join((_code_digest(), *identity_of(path)))
     digest = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-    return Path(tempfile.gettempdir(), f"swell-gguf-{os.getuid()}", digest)
+    return _parent() / digest
+
+
+def _parent() -> Path:
+    return Path(tempfile.gettempdir(), f"swell-gguf-{os.getuid()}")
 
 
 @cache
@@ -107,7 +175,7 @@ def _is_complete(folder: Path) -> bool:
 def _write(folder: Path, files: Mapping[str, Any], changed_s: float) -> None:
     """Writes the files. If another process writes them at the same time, one of the two folders
     stays."""
-    written = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
+    written = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
     try:
         for name, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)

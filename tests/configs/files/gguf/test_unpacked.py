@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from swell.configs.files.gguf.unpacked import COMPLETE, unpacked
+from swell.configs.files.gguf.unpacked import COMPLETE, remove_unused, unpacked
 from swell.configs.section import ConfigError
 from tests.support.gguf_files import write_gguf
 from tests.support.gguf_small import small_model
@@ -48,3 +50,64 @@ def test_a_missing_part_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_gguf(path, {**metadata, "split.count": 3, "split.no": 0}, tensors)
     with pytest.raises(ConfigError, match=r"one of 3 parts, and 2 are missing, first 'm-00002"):
         unpacked(path)
+
+
+def unpack_elsewhere(file: Path, command: str) -> subprocess.Popen[str]:
+    """Starts a process that unpacks a file, prints the folder, and runs `command`."""
+    source = f"""
+import sys, tempfile
+import subprocess
+import sys
+from pathlib import Path
+from swell.configs.files.gguf.unpacked import remove_unused, unpacked
+tempfile.tempdir = {str(file.parent)!r}
+print(unpacked(Path({str(file)!r})), flush=True)
+{command}
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate("\n", timeout=120)
+    assert not process.returncode
+
+
+def test_a_folder_stays_while_a_process_uses_it(file: Path) -> None:
+    processes = [unpack_elsewhere(file, "sys.stdin.readline()") for _ in range(2)]
+    folders = {Path(process.stdout.readline().strip()) for process in processes if process.stdout}
+    (folder,) = folders
+    other = write_gguf(file.parent / "other.gguf", *small_model("qwen2"))
+    for process in processes:
+        end(unpack_elsewhere(other, "remove_unused()"))
+        assert (folder / COMPLETE).exists()
+        end(process)
+    end(unpack_elsewhere(other, "remove_unused()"))
+    assert not [*folder.parent.glob(f"{folder.name}*")]
+
+
+def test_folders_of_killed_processes_are_removed(file: Path) -> None:
+    process = unpack_elsewhere(file, "sys.stdin.readline()")
+    assert process.stdout
+    folder = Path(process.stdout.readline().strip())
+    process.kill()
+    process.communicate(timeout=120)
+    assert folder.exists()
+    end(unpack_elsewhere(write_gguf(file.parent / "n.gguf", *small_model("qwen2")), ""))
+    assert not folder.exists()
+
+
+def test_the_last_user_removes_its_folder(file: Path) -> None:
+    end(unpack_elsewhere(file, "remove_unused()"))
+    assert sorted(path.name for path in file.parent.glob("swell-gguf-*/*")) == ["gate"]
+
+
+def test_other_folders_are_not_touched(file: Path) -> None:
+    """Such as a folder that a version of Swell without this rule has made."""
+    folder = unpacked(file)
+    other = folder.parent / ("0" * 24)
+    other.mkdir()
+    remove_unused()
+    assert other.exists() and not folder.exists()
+    assert unpacked(file) == folder and (folder / COMPLETE).exists()
