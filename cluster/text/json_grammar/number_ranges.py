@@ -149,11 +149,12 @@ def number_text(value: Decimal) -> str:
 
 def number_terminal(numbers: NumberRange) -> str:
     """Returns the terminal expression of a range that is not empty. Raises `UnsupportedNumber`."""
-    low, high = _needed(numbers.low, -1), _needed(numbers.high, 1)
+    low = _needed(numbers.low, numbers.high, -1)
+    high = _needed(numbers.high, numbers.low, 1)
     if low is not None and low == high:
         return f'"{number_text(low)}"'
     divisor = _divisor(numbers)
-    digits = [len(number_text(abs(bound))) + 1 for bound in (low, high) if bound is not None]
+    digits = [_num_digits(bound) for bound in (low, high) if bound is not None]
     ints, fractions = max([MAX_INT_DIGITS, *digits]), max([MAX_FRACTION_DIGITS, *digits])
     fraction = "" if numbers.integer else rf"(\.[0-9]{{1,{fractions}}})?"
     plain = f"(0|[1-9][0-9]{{0,{ints - 1}}}){fraction}"
@@ -166,21 +167,39 @@ def number_terminal(numbers: NumberRange) -> str:
         least = None if low is None or (low <= 0 and not (low == 0 and numbers.low_open)) else low
         parts.append(_between(plain, "", least, numbers.low_open, high, numbers.high_open))
     if low is None or low < 0:
-        most = None if low is None else -low
+        most = None if low is None else low.copy_negate()
         # Not "-0": it would be the number 0, which the range may exclude.
-        least, is_open = (ZERO, True) if high is None or high >= 0 else (-high, numbers.high_open)
+        least, is_open = ZERO, True
+        if high is not None and high < 0:
+            least, is_open = high.copy_negate(), numbers.high_open
         parts.append(_between(plain, "-", least, is_open, most, numbers.low_open))
     choice = " | ".join(f"({part})" for part in parts)
     return " & ".join([f"({choice})", *divisor])
 
 
-def _needed(bound: Decimal | None, side: int) -> Decimal | None:
-    """Returns the bound; None if it lies beyond all numbers that may be written."""
-    if bound is None or bound * side > _NEVER_ABOVE:
+def _needed(bound: Decimal | None, other: Decimal | None, side: int) -> Decimal | None:
+    """Returns a lower (side -1) or upper (side 1) bound. Returns None if it lies beyond all numbers
+    that may be written: the other bound decides how long these are, unless it is far off itself."""
+    if bound is None:
+        return None
+    beyond = _NEVER_ABOVE
+    if other is not None and _outwards(other, -side) <= _NEVER_ABOVE:
+        beyond = max(beyond, Decimal(10) ** _num_digits(other))
+    if _outwards(bound, side) > beyond:
         return None
     if len(number_text(bound)) > MAX_BOUND_DIGITS:
         raise UnsupportedNumber(f"has more than {MAX_BOUND_DIGITS} digits, the limit")
     return bound
+
+
+def _outwards(bound: Decimal, side: int) -> Decimal:
+    # Not by arithmetic, which rounds to 28 digits.
+    return bound if side == 1 else bound.copy_negate()
+
+
+def _num_digits(bound: Decimal) -> int:
+    """Returns how many digits numbers next to a bound may have before the point, and after it."""
+    return len(number_text(bound.copy_abs())) + 1
 
 
 def _between(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from decimal import Decimal
+from decimal import Context, Decimal
 from fractions import Fraction
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
@@ -20,7 +20,9 @@ from swell.cluster.text.json_grammar.number_ranges import (
     MAX_EXPONENT_DIGITS,
     MAX_FRACTION_DIGITS,
     MAX_INT_DIGITS,
+    number_text,
 )
+from swell.cluster.text.json_grammar.schema_values import kind_of
 from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
 
 BYTES = LLTokenizer("byte")
@@ -90,8 +92,10 @@ _BOUNDS = st.one_of(
     st.integers(-20, 20),
     st.sampled_from([0, -0.0, 1, -1, 9, 10, 99, 100, 0.5, 1.05, 9.6, -1.5, 1e-7, 1e21]),
     st.integers(-(2**64), 2**64),
+    st.integers(-(10**45), 10**45),
     st.integers(2**53 - 2, 2**53 + 3),
     st.floats(-1e6, 1e6, allow_nan=False),
+    st.sampled_from([1e139, -1e140, 1e141, -1e141, 2e141, 1e200, 3e200, -1e200, 1e201]),
 )
 _LOW = st.sampled_from(["minimum", "exclusiveMinimum"])
 _HIGH = st.sampled_from(["maximum", "exclusiveMaximum"])
@@ -112,6 +116,9 @@ def numeric_schemas(draw: st.DrawFn) -> Schema:
     return schema
 
 
+_EXACT = Context(prec=500)
+
+
 def near(schema: Schema) -> list[str]:
     """Returns texts of numbers at the bounds and next to them."""
     found = {"0", "-0", "0.0", "-0.0", "1", "-1", "0.5", "10"}
@@ -119,7 +126,7 @@ def near(schema: Schema) -> list[str]:
         if keyword in schema:
             bound = Decimal(repr(schema[keyword]))
             for step in ("0", "1", "-1", "0.5", "-0.5", "0.01", "-0.01", "1e-25", "-1e-25"):
-                text = f"{bound + Decimal(step):f}"
+                text = f"{_EXACT.add(bound, Decimal(step)):f}"
                 found |= {text, f"{text}0" if "." in text else f"{text}.0"}
     return sorted(found)
 
@@ -133,6 +140,11 @@ def near(schema: Schema) -> list[str]:
 @example({"type": "number", "exclusiveMaximum": 0, "minimum": -0.5}, 0)
 @example({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 1}, 0)
 @example({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, 0)
+@example({"type": "number", "minimum": 1e200, "maximum": 1e201}, 0)
+@example({"type": "integer", "minimum": 1e140, "maximum": 2e140}, 0)
+@example({"type": "number", "minimum": -1e200, "maximum": -1e199}, 0)
+@example({"type": "integer", "minimum": -(10**33) - 7, "maximum": -(10**33) - 5}, 0)
+@example({"type": "number", "minimum": -1e140, "maximum": 1e141}, 0)
 def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int) -> None:
     lark, refusal = "", ""
     try:
@@ -157,29 +169,42 @@ def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int
             assert taken or not fits(schema, text), (schema, text)
 
 
+_LARGE = st.builds(
+    lambda sign, digits, exponent: float(f"{sign}{digits / 10**6}e{exponent}"),
+    st.sampled_from(["", "-"]),
+    st.integers(10**6, 10**7 - 1),
+    st.integers(130, 307),
+)
+"""Numbers around those that a number without bounds can have, and beyond."""
 _VALUES = st.one_of(
     st.integers(-(2**70), 2**70),
     st.integers(2**53 - 2, 2**53 + 3),
     st.floats(allow_nan=False, allow_infinity=False),
+    _LARGE,
     st.sampled_from([0, 1, 1.0, True, False, None, "1", [1], {"a": 9007199254740993}]),
 )
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(_VALUES, min_size=1, max_size=4), st.booleans(), st.integers(0, 2**32))
 @example([9007199254740993], True, 0)
 @example([1234567890123456789], False, 0)
+@example([1e200, 2], False, 0)
+@example([-1e141], True, 0)
+@example([1.7976931348623157e308], True, 0)
 def test_constants_are_written_in_all_their_digits(
     values: list[Any], is_const: bool, seed: int
 ) -> None:
     schema: Schema = {"const": values[0]} if is_const else {"enum": values}
-    assume(all(isinstance(one, str | list | dict) or len(f"{one}") < 300 for one in values))
     lark = grammar(schema)
-    text = walk(lark, seed)
-    assert fits(schema, text), (schema, text)
-    if isinstance(values[0], int) and not isinstance(values[0], bool):
-        assert accepts(lark, str(values[0]))
-        assert not accepts(lark, str(values[0] + 1)) or values[0] + 1 in values
+    for number in range(3):
+        text = walk(lark, seed + number)
+        assert fits(schema, text), (schema, text)
+    if kind_of(values[0]) == "number":
+        exact = number_text(Decimal(repr(values[0])))
+        assert accepts(lark, exact), (schema, exact)
+        for near in (f"{exact}1", exact[:-1] + ("1" if exact[-1] != "1" else "2")):
+            assert not accepts(lark, near) or fits(schema, near), (schema, near)
 
 
 # ------------------------------------------------------------------------------ length of numbers
