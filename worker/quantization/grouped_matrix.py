@@ -57,9 +57,9 @@ class GroupedMatrix(ABC):
     unit: tuple[int, int] = (1, 1)
     """Rows and columns that are stored together, so that parts must begin at multiples of them."""
     bits: int | None = None
-    """Bits of the integers of which the stored numbers are multiples; None: there are none."""
+    """Bits of an integer that represents a stored number; None: no integer does."""
     step = 1.0
-    """A power of two: the stored number of which these are the multiples."""
+    """A power of two: a stored number is an integer, multiplied by this."""
     group_size: int | None = None
     """The number of neighbouring columns with one scale; None: groups are not neighbours."""
 
