@@ -6,7 +6,8 @@ rendered again with changed texts, to see which control tokens depend on them. A
 trusted if, without its changes, it gives the same text as the first one:
 
 1. In each text the first and last characters of control tokens are replaced by characters that
-   occur nowhere. The template's own control tokens are those in this rendering.
+   occur nowhere; so are characters that the tokenizer normalizes to these. The template's own
+   control tokens are those in this rendering.
 2. If a template looks for control tokens in texts (`</think>` in an earlier answer), rendering 1
    gives another text. Then each control token in a text is enclosed in two marks.
 
@@ -16,7 +17,7 @@ If neither gives the same text, rendering 2 is used: in it, control tokens in te
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -63,16 +64,23 @@ def own_segments(
     """Splits the rendered `text` into segments; only the template's own control tokens are control
     segments. Returns None if all control tokens are its own. `texts` are those of the client;
     `render` renders them changed, and raises BadRequest if the template refuses that."""
-    edges = sorted(edge for edge in control.edges if any(edge in one for one in texts))
-    if not edges:
+    edges = sorted(control.edges(texts))
+    if not edges and not (control.normalizes and _have_control(texts, control)):
         return None
     *stand_ins, begin, end = _unused(len(edges) + 2, [text, *texts])
     whole = control.split(text)
     mask = str.maketrans(dict(zip(edges, stand_ins, strict=True)))
     masked = _rendered(render, lambda one: one.translate(mask), stand_ins)
-    if masked is not None:
+    # A normalizer may create the ends of a control token out of several characters.
+    hidden = not (
+        control.normalizes and _have_control([one.translate(mask) for one in texts], control)
+    )
+    if masked is not None and hidden:
         unmask = str.maketrans(dict(zip(stand_ins, edges, strict=True)))
-        own = [Segment(one.text.translate(unmask), one.is_control) for one in control.split(masked)]
+        split = [(one.text.translate(unmask), one) for one in control.split(masked)]
+        own = _joined(
+            Segment(shown, one.token if shown == one.text else None) for shown, one in split
+        )
         if "".join(one.text for one in own) == text:
             return None if own == whole else own
     marked = _rendered(render, lambda one: _marked(one, control, begin, end), (begin, end))
@@ -102,7 +110,7 @@ def _rendered(render: Callable[[Change], str], change: Change, added: Sequence[s
 
 def _marked(text: str, control: ControlTokens, begin: str, end: str) -> str:
     return "".join(
-        f"{begin}{one.text}{end}" if one.is_control else one.text for one in control.split(text)
+        f"{begin}{one.text}{end}" if one.token else one.text for one in control.split(text)
     )
 
 
@@ -110,20 +118,33 @@ def _without_marks(segments: Sequence[Segment], begin: str, end: str) -> list[Se
     """Removes the marks. A control token between two marks belongs to a text; a mark that the
     template has separated from its token is ignored."""
     own: list[Segment] = []
-    text = ""
     for index, one in enumerate(segments):
         marked = (
-            one.is_control
+            one.token is not None
             and 0 < index < len(segments) - 1
             and segments[index - 1].text.endswith(begin)
             and segments[index + 1].text.startswith(end)
         )
-        if one.is_control and not marked:
-            own += [Segment(text)] * bool(text) + [one]
-            text = ""
-        else:
-            text += one.text.replace(begin, "").replace(end, "")
-    return own + [Segment(text)] * bool(text)
+        text = one.text.replace(begin, "").replace(end, "")
+        own.append(Segment(text, None if marked else one.token))
+    return _joined(own)
+
+
+def _joined(segments: Iterable[Segment]) -> list[Segment]:
+    """Joins adjacent segments without control tokens."""
+    joined: list[Segment] = []
+    text = ""
+    for one in segments:
+        if one.token is None:
+            text += one.text
+            continue
+        joined += [Segment(text)] * bool(text) + [one]
+        text = ""
+    return joined + [Segment(text)] * bool(text)
+
+
+def _have_control(texts: Iterable[str], control: ControlTokens) -> bool:
+    return any(one.token for text in texts for one in control.split(text))
 
 
 def _unused(count: int, texts: Sequence[str]) -> list[str]:

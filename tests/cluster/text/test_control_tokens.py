@@ -272,7 +272,7 @@ def test_a_tokenizer_without_a_backend_cuts_control_tokens() -> None:
             return [1] * add_special_tokens + [7 if one == "<s>" else ord(one) for one in parts]
 
     control = ControlTokens(Slow(), "")
-    segments = [Segment("a<s>b"), Segment("<s>", is_control=True), Segment("c")]
+    segments = [Segment("a<s>b"), Segment("<s>", "<s>"), Segment("c")]
     ids = [1, *map(ord, "a<s>b"), 7, ord("c")]
     assert control.encode(segments, add_special_tokens=True) == ids
     assert control.encode(segments, add_special_tokens=False) == ids[1:]

@@ -192,4 +192,4 @@ def test_control_tokens_in_parts_are_text() -> None:
     text = template.render(messages, TemplateOptions())
     found = template.own_segments(text, messages, TemplateOptions())
     assert found is not None
-    assert not any(one.is_control for one in found[1])
+    assert not any(one.token for one in found[1])
