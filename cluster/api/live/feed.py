@@ -1,6 +1,7 @@
 """Observes the cluster while somebody reads, and sends what it finds to all readers.
 
-One task observes for all of them, and it exists only while a stream is open. The time between two
+One task observes for all of them, while a stream is open and for `LINGER_S` after the last one, so
+that a client that asks for one event at a time has rates and a log, too. The time between two
 observations is at least `1 / MAX_SHARE` times the work for one, so that an open page never costs an
 ingress more than this share of a core.
 """
@@ -31,6 +32,7 @@ from swell.cluster.api.services import Services
 from swell.coordinator.wire import ClusterView, Counts, EngineReport
 
 INTERVAL_S = 1.0
+LINGER_S = 60.0
 MAX_SHARE = 0.01
 MAX_READERS = 16
 MAX_SAMPLES = 3600
@@ -59,6 +61,8 @@ class LiveFeed:
         """Time and result of the observation before."""
         self._cluster: ClusterState | None = None
         self._readers = 0
+        self._unread_since_s = 0.0
+        """The time at which the last reader left."""
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._has_ended = False
@@ -75,14 +79,23 @@ class LiveFeed:
 
     def close(self) -> None:
         self._readers -= 1
-        if not self._readers and self._task is not None:
-            self._task.cancel()
-            self._task = None
+        self._unread_since_s = time.monotonic()
+        if self._has_ended:
+            self._stop_observing()
 
     def end(self) -> None:
         """Ends all streams, because the ingress is shutting down."""
         self._has_ended = True
         self._wake_readers()
+        self._stop_observing()
+
+    def _stop_observing(self) -> None:
+        if not self._readers and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def _is_needed(self) -> bool:
+        return self._readers > 0 or time.monotonic() < self._unread_since_s + LINGER_S
 
     async def events(self, limit_s: float) -> AsyncGenerator[bytes]:
         """Yields an event for each observation, at least one, for `limit_s`. The caller has opened
@@ -123,7 +136,7 @@ class LiveFeed:
         return _encode(msgspec.structs.replace(self._event, rates=rates, log=log))
 
     async def _observe(self) -> None:
-        while True:
+        while self._is_needed():
             error = await self._ask_manager()
             began_s = time.perf_counter()
             try:
@@ -133,6 +146,7 @@ class LiveFeed:
             work_s = time.perf_counter() - began_s
             self._wake_readers()
             await asyncio.sleep(max(INTERVAL_S, work_s / MAX_SHARE))
+        self._task = None
 
     async def _ask_manager(self) -> str | None:
         """Reads the state from the manager. Returns the error, if it does not answer."""

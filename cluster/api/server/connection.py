@@ -96,7 +96,11 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._stalled = StalledReader(
-            self.loop, transport, self.limits.transfer_timeout_s, self._has_unsent
+            self.loop,
+            transport,
+            self.limits.transfer_timeout_s,
+            self._has_unsent,
+            lambda: not self._is_idle(),
         )
         if len(self.connections) > self.limits.max_connections:
             self.connections.discard(self)
@@ -144,6 +148,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answering = cycle
         self._response = framed = FramedResponse(cycle, app)
+        self._stalled.start()
         super()._start_asgi_task(cycle, framed)  # type: ignore[arg-type]  # Starlette's types
 
     def data_received(self, data: bytes) -> None:

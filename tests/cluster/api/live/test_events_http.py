@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_feed, "INTERVAL_S", 0.01)
+    monkeypatch.setattr(live_feed, "LINGER_S", 0.05)
 
 
 def play(folder: Path, scene: Scene, **settings: object) -> None:
@@ -66,6 +67,26 @@ def test_without_seconds_there_is_one_event(folder: Path) -> None:
         assert [engine["rank"] for engine in found["engines"]] == [3]
         assert found["cluster"] is None and "ChangeResult" not in str(found["manager_error"])
         await until(lambda: feed_of(cluster)._task is None)
+
+    play(folder, scene)
+
+
+def test_single_events_come_from_one_observer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them has the rates and the log since the one before."""
+    monkeypatch.setattr(live_feed, "LINGER_S", 1e6)
+
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        tasks = set()
+        for _ in range(3):
+            answer = await cluster.client.get("/admin/events")
+            tasks.add(feed_of(cluster)._task)
+        assert len(tasks) == 1 and None not in tasks
+        assert json.loads(answer.text.split("data: ")[1])["rates"]
+        cluster.ingress.begin_drain()
+        assert feed_of(cluster)._task is None
 
     play(folder, scene)
 

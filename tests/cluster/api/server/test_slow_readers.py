@@ -107,7 +107,7 @@ class Download:
 
     def _taken(self) -> int:
         found = self.connection
-        return found._stalled._taken_bytes() if found is not None else -1
+        return found._stalled._sent().taken_bytes if found is not None else -1
 
 
 def download(
@@ -187,6 +187,63 @@ def test_a_client_that_stops_reading_is_disconnected_wherever_it_stops(
                 await asyncio.sleep(0.001)
 
     download(scenario, monkeypatch, factory, close=close)
+
+
+EVENT = b"e" * 2048
+EVENTS_BYTES = 256 << 10
+"""Much less than the buffer of the server's kernel, and more than that of the client's."""
+
+
+@loops
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_client_that_reads_no_small_events_is_disconnected(
+    monkeypatch: pytest.MonkeyPatch, factory: Any, reads: bool
+) -> None:
+    """The events fit into the kernel's buffer, so the server never waits to write."""
+
+    async def run() -> None:
+        loop, has_ended, waiting = HandLoop(), asyncio.Event(), asyncio.Event()
+
+        made = LimitedConnection.__init__
+
+        def with_hand_loop(self: LimitedConnection, *args: Any, **kwargs: Any) -> None:
+            made(self, *args, **{**kwargs, "_loop": loop})
+
+        monkeypatch.setattr(LimitedConnection, "__init__", with_hand_loop)
+
+        async def events(scope: Any, receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(EVENTS_BYTES // len(EVENT)):
+                await send({"type": "http.response.body", "body": EVENT, "more_body": True})
+            waiting.set()
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            has_ended.set()
+
+        limits = ServeConfig(transfer_timeout_s=LIMIT_S)
+        edge = EdgeServer(events, "127.0.0.1", 0, 1, limits)
+        edge._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+        await edge.start()
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8 << 10)
+            client.setblocking(False)
+            await loop.sock_connect(client, ("127.0.0.1", edge.port))
+            await loop.sock_sendall(client, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await waiting.wait()
+            found = [*edge._server.server_state.connections]
+            connection: LimitedConnection = found[0]  # type: ignore[assignment]
+            assert not connection.flow.write_paused
+            read_bytes = 0
+            while reads and read_bytes < EVENTS_BYTES:
+                read_bytes += len(await loop.sock_recv(client, 1 << 20))
+            await until(lambda: connection._stalled._sent().has_left is not reads)
+            loop.advance(2 * LIMIT_S)
+            await asyncio.sleep(0.01)
+            assert has_ended.is_set() is not reads
+        await edge.stop()
+
+    with asyncio.Runner(loop_factory=factory) as runner:
+        runner.run(run())
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 2)), max_size=40))
