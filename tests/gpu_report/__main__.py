@@ -26,19 +26,20 @@ import torch
 from tests.gpu_report.scale import Figures, Scale
 
 DEADLINES_S = {
-    "ceilings": 30,
+    "ceilings": 20,
     "doors": 45,
     "outputs": 60,
     "attention": 10,
     "decode": 60,
-    "samplers": 20,
-    "prefill": 30,
+    "samplers": 15,
+    "prefill": 25,
+    "memory": 30,
     "exact": 30,
     "groups": 30,
     "symmetric": 20,
     "sleep": 20,
-    "experts": 30,
-    "large": 70,
+    "experts": 25,
+    "large": 65,
     "adapters": 25,
     "tools": 20,
 }

@@ -13,7 +13,9 @@ import pytest
 
 from tests.gpu_report import __main__ as report
 from tests.gpu_report.bare_machine import modules_of_packages
+from tests.gpu_report.engines import prompts_of
 from tests.gpu_report.scale import SHAPES, Scale
+from tests.gpu_report.stages.memory import check_card
 
 pytestmark = pytest.mark.slow
 
@@ -66,6 +68,26 @@ def test_a_stage_that_fails_or_hangs_leaves_the_results_of_the_others(tmp_path, 
     stages = json.loads(file.read_text())["stages"]
     assert [name for name, outcome in stages.items() if "error" in outcome] == ["doors", "outputs"]
     assert stages["ceilings"]["figures"] == figures
+
+
+def test_a_step_that_is_not_the_largest_fails_the_stage_of_memory(monkeypatch):
+    from tests.gpu_report.stages import memory
+
+    monkeypatch.setattr(memory, "prompts_of", lambda rows, _, vocab: prompts_of(rows, 3, vocab))
+    with pytest.raises(AssertionError, match="no step was the largest"):
+        memory.run(Scale("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("free", "refused", "why"),
+    [(3, 0, None), (4, 0, "4.0% of the card is unused"), (3, 1, "was refused memory 1 times")],
+)
+def test_a_card_with_unused_memory_or_too_little_fails_the_stage_of_memory(free, refused, why):
+    if why is None:
+        assert check_card(free, 100, refused) == {"share unused": 0.03}
+        return
+    with pytest.raises(AssertionError, match=why):
+        check_card(free, 100, refused)
 
 
 def test_an_unknown_stage_is_named(monkeypatch, capsys):
