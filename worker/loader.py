@@ -36,7 +36,7 @@ from swell.worker.checkpoint.gguf.checkpoint import GgufCheckpoint
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import read_config, served_part
-from swell.worker.layers.packed_weight import FLOATS, Packing, named_matrices, pack_weights
+from swell.worker.layers.packed_weight import FLOATS, Packing, named_matrices
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
@@ -94,7 +94,8 @@ def load_weights(
         log.info("only the text model is served", modalities=["text"], skipped=skipped)
     matrices = FLOAT_MATRICES
     if isinstance(model, HoldsTensors):
-        matrices = matrices_to_load(named_matrices(model), packing)
+        device = next(each.device for each in model.parameters() if not each.is_meta)
+        matrices = matrices_to_load(named_matrices(model), packing, device)
     if not is_sharded(model_config):
         if is_first:
             with closing(open_checkpoint(model_config)) as stored:
@@ -107,8 +108,9 @@ def load_weights(
         folder = weights_folder(model_config.path)
         refuse_other_model(folder, read_index(folder), model_config)
         report = _LoadProgress(0, progress)
-        mapped_bytes = load_sharded(model, folder, report)
-        before, after = pack_weights(model, packing) if packing.is_quantized else (0, 0)
+        mapped_bytes = load_sharded(model, folder, report, matrices)
+        matrices.quantize_rest(model)
+        before, after = matrices.quantized
         loaded = LoadedWeights(report.total - before + after, max(0, mapped_bytes - before))
     if isinstance(model, HoldsTensors) and (
         not isinstance(model, HasMesh) or model.mesh.tensor_rank == 0
@@ -152,20 +154,20 @@ def load_weight_shards(
     with closing(open_checkpoint(model_config)) as stored:
         shards = list(shards_of(stored.names))
         report = _LoadProgress(sum(shard.target.nbytes for shard in shards), progress)
-        device = shards[0].target.device if shards else torch.device("cpu")
+        devices = [shard.target.device for shard in shards if not shard.target.is_meta]
+        device = devices[0] if devices else torch.device("cpu")
         groups = matrices.group(shards)
         del shards  # a target keeps the memory of its matrix
         if model_config.load_format == "dummy":
             for group in _popped(groups):
-                for shard in group:
-                    _fill(shard, model_config.seed, report)
-                matrices.on_filled(group)
+                _fill_group(group, model_config.seed, matrices, report)
         else:
             with Uploads(device) as uploads:
                 for group in _popped(_by_file(groups, stored, model_config.path)):
                     _read_group(group, stored, matrices, uploads, report)
-        quantized = matrices.quantized
-        return report.total - quantized.before + quantized.after
+        matrices.allocate_rest()
+        before, after = matrices.quantized
+        return report.total - before + after
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
@@ -265,6 +267,14 @@ def _by_file(
     return groups
 
 
+def _fill_group(
+    group: Sequence[WeightShard], seed: int, matrices: LoadedMatrices, report: _LoadProgress
+) -> None:
+    for shard in matrices.allocate(group):
+        _fill(shard, seed, report)
+    matrices.on_filled(group)
+
+
 def _fill(shard: WeightShard, seed: int, report: _LoadProgress) -> None:
     """Fills matrices with random numbers, norm weights with ones and biases with zeros, as in a new
     model."""
@@ -298,7 +308,7 @@ def _read_group(
     if matrices.keep(needed, uploads):
         report.add(sum(shard.target.nbytes for shard in group))
         return
-    for tensor, shard in needed:
+    for (tensor, _), shard in zip(needed, matrices.allocate(group), strict=True):
         _read(tensor, shard, uploads, report)
     matrices.on_filled(group)
 

@@ -193,7 +193,7 @@ class Worker:
         self._shape = shape
         packing = Packing.of(model_config, self.device, self._dtype)
         self.model = model = build_model(
-            model_config, hf_config, self.mesh, self.device, self._dtype, pooling
+            model_config, hf_config, self.mesh, self.device, self._dtype, pooling, packing
         )
         layers = model.attention_layers()
         kv_cache.refuse_unquantizable(self.config, layers, self._dtype, self.device)

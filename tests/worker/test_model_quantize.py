@@ -165,6 +165,22 @@ def test_weights_that_are_quantized_while_they_are_loaded_equal_those_quantized_
             assert torch.equal(weight.data, other.data), name
 
 
+def test_a_rank_without_tokens_of_the_vocabulary_has_its_matrices(tmp_path: Path) -> None:
+    """No shard fills its rows of the embedding and of the head."""
+    folder = make(tmp_path / "m", "llama-tied")
+    config = config_of(folder, **{"model.load_format": "dummy"}).model
+    mesh, packing = Mesh.build(ParallelConfig(tensor=4), 3), Packing(bits=8)
+    hf_config = load_config(config)
+    hf_config.vocab_size = 9  # three ranks hold three tokens each
+    hf_config.intermediate_size, hf_config.head_dim = 256, 32
+    model: Any = build_model(config, hf_config, mesh, "cpu", torch.float32, packing=packing)
+    assert model.head.weight.is_meta and model.head.tokens == 0
+    load_weights(model, config, packing=packing)
+    pack_weights(model, packing)
+    assert not [name for name, each in model.named_parameters() if each.is_meta]
+    assert isinstance(model.head.weight, PackedQuantizedTensor)
+
+
 def test_a_worker_reports_the_bytes_of_quantized_weights(tmp_path: Path) -> None:
     folder = make(tmp_path / "m", "llama")
     found: dict[str, int] = {}

@@ -184,7 +184,7 @@ class MoE(FeedForward, Packable):
     def make_expert(self) -> PlainExpert:
         """Returns uninitialized weights of one expert."""
         gate_up, down = self._expert_shapes
-        dtype, device = self.router.weight.dtype, self.router.weight.device
+        dtype, device = self.router.weight.dtype, self.mesh.device
         return (
             torch.empty(gate_up, dtype=dtype, device=device),
             torch.empty(down, dtype=dtype, device=device),

@@ -205,6 +205,22 @@ def pack_shared(sharing: Sequence[NamedMatrix], packing: Packing) -> QuantizedBy
     return QuantizedBytes(0, 0)
 
 
+def late_weights(model: HoldsTensors, packing: Packing) -> list[nn.Parameter]:
+    """Returns the weights of a model that get their memory when they are loaded: those of all
+    layers that may be quantized, so that at most one of them is in memory as floats."""
+    if not packing.is_quantized:
+        return []
+    late, others = {}, set()
+    for module in model.modules():
+        is_late = isinstance(module, PackedWeight) and module.may_be_quantized
+        for name, parameter in module._parameters.items():
+            if is_late and name == "weight" and parameter is not None:
+                late[id(parameter)] = parameter
+            else:
+                others.add(id(parameter))
+    return [parameter for key, parameter in late.items() if key not in others]
+
+
 def refuse_unquantizable(model: HoldsTensors, packing: Packing) -> None:
     """Raises `ValueError` if a weight to be quantized does not consist of whole groups."""
     if packing.bits is None:

@@ -6,12 +6,14 @@ part that belongs to this rank, and the memory for that part. The loader reads o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from swell.worker.comm.mesh import Group
+from swell.worker.model_interfaces import HoldsTensors
 
 ALL = slice(None)
 
@@ -23,7 +25,8 @@ class WeightShard:
     name: str
     """The tensor's name in the checkpoint."""
     target: torch.Tensor
-    """A view of the parameter; its shape is that of `tensor[index]`."""
+    """A view of the parameter; its shape is that of `tensor[index]`. It is on the meta
+    device until the loader allocates the parameter."""
     index: tuple[slice | int, ...]
     """The part: one entry for each dimension of the checkpoint's tensor."""
     shape: tuple[int, ...]
@@ -32,6 +35,12 @@ class WeightShard:
     """Two dimensions that some checkpoints store in the other order."""
     offset: float = 0.0
     """A number that is added to the stored values."""
+
+    def within(self, parameter: torch.Tensor) -> WeightShard:
+        """Returns the same part of a parameter with memory, which replaces that of the target."""
+        target = self.target
+        view = parameter.as_strided(target.shape, target.stride(), target.storage_offset())
+        return replace(self, target=view)
 
     def as_stored(self, shape: tuple[int, ...]) -> WeightShard:
         """Returns the shard for a stored tensor of this shape, with two dimensions swapped if only
@@ -68,20 +77,39 @@ def divide(what: str, total: int, group: Group) -> int:
 
 
 def empty_parameter(*shape: int) -> nn.Parameter:
-    """Returns a parameter without memory; `materialize` allocates it when the model is complete."""
+    """Returns a parameter without memory, which is allocated when the model is complete."""
     return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
 
 
-def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocates memory on `device` for every parameter of `model` without memory, of the type that
-    its module names as `parameter_dtype`, otherwise `dtype`. Shared parameters stay shared."""
-    made: dict[int, nn.Parameter] = {}
+def set_types(model: nn.Module, dtype: torch.dtype) -> None:
+    """Gives every parameter of `model` without memory the type that its module names as
+    `parameter_dtype`, otherwise `dtype`."""
     for module in model.modules():
         own = getattr(module, "parameter_dtype", dtype)
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.is_meta:
+                parameter.data = parameter.data.to(own)
+
+
+def allocate(
+    model: HoldsTensors, device: torch.device, late: Collection[nn.Parameter] = ()
+) -> None:
+    """Allocates memory on `device` for every parameter of `model` without memory, except those in
+    `late`. Shared parameters stay shared."""
+    late_ids = {id(parameter) for parameter in late}
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
         for name, old in module._parameters.items():
-            if old is None or not old.is_meta:
+            if old is None or not old.is_meta or id(old) in late_ids:
                 continue
             if id(old) not in made:
-                data = torch.empty(old.shape, dtype=own, device=device)
+                data = torch.empty(old.shape, dtype=old.dtype, device=device)
                 made[id(old)] = nn.Parameter(data, requires_grad=False)
             module._parameters[name] = made[id(old)]
+
+
+def materialize(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Sets the types of the parameters of `model` without memory, and allocates them on
+    `device`."""
+    set_types(model, dtype)
+    allocate(model, device)

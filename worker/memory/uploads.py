@@ -39,11 +39,11 @@ class Uploads:
         for part, source_part in _parts(target, source):
             self._copy_part(part, source_part)
 
-    def upload(self, source: Tensor, like: Tensor) -> Tensor:
-        """Returns a tensor of the host on the device, where `like` is; on CPU the tensor itself."""
+    def upload(self, source: Tensor, device: torch.device) -> Tensor:
+        """Returns a tensor of the host on the device; on CPU the tensor itself."""
         if self._device.type == "cpu":
             return source
-        target = like.new_empty(source.shape, dtype=source.dtype)
+        target = torch.empty_like(source, device=device)
         self.copy(target, source)
         return target
 

@@ -15,6 +15,8 @@ from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
 from swell.worker.exactness import refuse_inexact
+from swell.worker.layers.packed_weight import FLOATS, Packing, late_weights
+from swell.worker.layers.weight_shard import allocate
 from swell.worker.model_interfaces import HasMoELayers, Model
 
 if TYPE_CHECKING:
@@ -74,9 +76,11 @@ def build_model(
     device: torch.device | str,
     dtype: torch.dtype,
     pooling: PoolingSpec | None = None,
+    packing: Packing = FLOATS,
 ) -> Model:
     """Builds the part of the model that this worker runs, on `device`, without loading its weights.
-    With `pooling`, builds a model that pools.
+    With `pooling`, builds a model that pools. Weights that `packing` quantizes are on the
+    meta device: the loader allocates each when it fills it.
 
     `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a parallel
     layout that is not supported, if engines should share experts but the model lacks them, or if
@@ -96,7 +100,9 @@ def build_model(
     elif pooling.token_ids is not None:
         hf_config = copy.copy(hf_config)
         hf_config.classifier_token_ids = pooling.token_ids
-    model: Model = kind(hf_config, mesh, torch.device(device), dtype, length).eval()
+    device = torch.device(device)
+    model: Model = kind(hf_config, mesh, device, dtype, length).eval()
+    allocate(model, device, late_weights(model, packing))
     if mesh.exact:
         is_native = _where(model_config, hf_config, pooling) != GENERIC
         refuse_inexact(is_native, model.attention_layers(), dtype, mesh.device)

@@ -29,8 +29,8 @@ from swell.worker.layers.norm import LayerNorm
 from swell.worker.layers.weight_shard import (
     WeightShard,
     empty_parameter,
-    materialize,
     replicated_shard,
+    set_types,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class Bert(nn.Module):
         self.segment_starts: dict[int, int] = {}
         """Slot -> position of the second text of a pair."""
         self._has_segments = config.type_vocab_size > 1
-        materialize(self, device, dtype)
+        set_types(self, dtype)
 
     def forward(self, batch: InputBatch, intermediate: IntermediateTensors | None = None) -> Tensor:
         """Returns the last hidden states of all T tokens, [T, hidden]."""

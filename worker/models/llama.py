@@ -32,7 +32,7 @@ from swell.worker.layers.lora import ActiveAdapters
 from swell.worker.layers.mlp import GATED, FeedForward, GatedMLP
 from swell.worker.layers.norm import RMSNorm
 from swell.worker.layers.rotary import RotaryEmbedding
-from swell.worker.layers.weight_shard import WeightShard, materialize
+from swell.worker.layers.weight_shard import WeightShard, set_types
 from swell.worker.models.llama_traits import TRAITS, Traits
 from swell.worker.step.intermediate import IntermediateTensors, stage_layers
 from swell.worker.step.layer_taps import LayerTaps
@@ -194,7 +194,7 @@ class LlamaModel(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; its parameters are allocated on `device`, not loaded.
+        """`config` is the model's; its parameters are on the meta device.
 
         Raises `ValueError` for a configuration that this model does not cover, or that the mesh
         cannot split.
@@ -223,7 +223,7 @@ class LlamaModel(nn.Module):
         if mesh.is_last_stage:
             self.norm = traits.norm(config.hidden_size, config.rms_norm_eps)
             self.make_head(config)
-        materialize(self, device, dtype)
+        set_types(self, dtype)
         self.logits_softcap = traits.logits_softcap
         self.embedding_scale = traits.embedding_scale
         self.embeds_plainly = traits.embedding_scale == 1.0

@@ -30,7 +30,7 @@ from swell.worker.layers.linear import (
 )
 from swell.worker.layers.norm import LayerNorm
 from swell.worker.layers.rotary import RotaryEmbedding
-from swell.worker.layers.weight_shard import WeightShard, materialize
+from swell.worker.layers.weight_shard import WeightShard, set_types
 from swell.worker.models.bert import check_encoder
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class ModernBert(nn.Module):
         self.classifier = None
         if config.architectures[0].endswith("ForSequenceClassification"):
             self.classifier = ModernBertClassifier(config)
-        materialize(self, device, dtype)
+        set_types(self, dtype)
         dim = self.hidden // config.num_attention_heads
         self.ropes = nn.ModuleDict(
             {

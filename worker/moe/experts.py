@@ -218,7 +218,7 @@ def _load(
         mesh,
         model_config,
         lambda _done, _total: on_progress(),
-        matrices_to_load(matrices, packing),
+        matrices_to_load(matrices, packing, mesh.device),
     )
     while made:  # packed weights exist twice only for one expert of one layer
         expert, weights = made.popitem()

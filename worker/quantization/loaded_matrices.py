@@ -1,8 +1,8 @@
 """Quantizes the matrices of a model while they are loaded.
 
-Each is quantized as soon as its shards are filled, so that only one matrix at a time is in memory
-as floats. Integers of quantized checkpoints are kept where products can use them: these matrices
-are never floats.
+Each gets its memory before its shards are filled, and is quantized as soon as they are, so that
+only one matrix at a time is in memory as floats. Integers of quantized checkpoints are kept where
+products can use them: these matrices are never floats.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
 from swell.configs.runtime.log import StructuredLogger
 from swell.kernels.linear import pack_quantized
@@ -24,6 +25,7 @@ from swell.worker.layers.packed_weight import (
     QuantizedBytes,
     named_matrices,
     pack_shared,
+    pack_weights,
 )
 from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.host_memory import trim_heap
@@ -51,8 +53,20 @@ class LoadedMatrices:
         shards need not be filled."""
         return False
 
+    def allocate(self, shards: Sequence[WeightShard]) -> Sequence[WeightShard]:
+        """Allocates the matrix of a group if it is on the meta device; returns the shards with
+        memory."""
+        return shards
+
     def on_filled(self, shards: Sequence[WeightShard]) -> None:
-        """Quantizes the matrix of a group, if it has one."""
+        """Quantizes the matrix of a group, as it was before `allocate`, if it has one."""
+
+    def allocate_rest(self) -> None:
+        """Allocates matrices that no shard fills: a rank may hold only padding of the
+        vocabulary."""
+
+    def quantize_rest(self, model: HoldsTensors) -> None:
+        """Quantizes the matrices of a model that were loaded as floats."""
 
     def log(self, model: HoldsTensors, log: StructuredLogger) -> None:
         """Logs how many matrices of a model have which form, if any should be quantized."""
@@ -64,33 +78,35 @@ FLOAT_MATRICES = LoadedMatrices()
 class QuantizedMatrices(LoadedMatrices):
     """The matrices of a model that are quantized while they are loaded."""
 
-    def __init__(self, matrices: Iterable[NamedMatrix], packing: Packing) -> None:
-        self._packing = packing
+    def __init__(
+        self, matrices: Iterable[NamedMatrix], packing: Packing, device: torch.device
+    ) -> None:
+        self._packing, self._device = packing, device
         self._reasons: dict[str, str] = {}
         """Name of a matrix -> why it does not use integers of the checkpoint."""
         self._freed_bytes = 0
         """The bytes of the floats that were freed since the heap was trimmed."""
         self._sharing: defaultdict[int, list[NamedMatrix]] = defaultdict(list)
-        """Memory of a weight -> the matrices that share it."""
+        """Storage of a weight before it is loaded -> the matrices that share it."""
         for named in matrices:
             if named.matrix.may_be_quantized:
-                self._sharing[_memory(named.matrix.weight)].append(named)
+                self._sharing[_storage(named.matrix.weight)].append(named)
 
     def group(self, shards: Sequence[WeightShard]) -> list[list[WeightShard]]:
         groups: list[list[WeightShard]] = []
         of_matrices: dict[int, list[WeightShard]] = {}
         for shard in shards:
-            memory = _memory(shard.target)
-            if memory not in self._sharing:
+            storage = _storage(shard.target)
+            if storage not in self._sharing:
                 groups.append([shard])
-            elif memory in of_matrices:
-                of_matrices[memory].append(shard)
+            elif storage in of_matrices:
+                of_matrices[storage].append(shard)
             else:
-                groups.append(of_matrices.setdefault(memory, [shard]))
+                groups.append(of_matrices.setdefault(storage, [shard]))
         return groups
 
     def keep(self, needed: Sequence[Needed], uploads: Uploads) -> bool:
-        sharing = self._sharing.get(_memory(needed[0][1].target))
+        sharing = self._sharing.get(_storage(needed[0][1].target))
         if sharing is None or not self._packing.keeps_integers:
             return False
         weight = sharing[0].matrix.weight
@@ -99,9 +115,9 @@ class QuantizedMatrices(LoadedMatrices):
             self._reasons.update((name, integers) for name, _ in sharing)
             return False
         integers = QuantizedTensor(
-            uploads.upload(integers.integers, weight),
-            uploads.upload(integers.scales, weight),
-            None if integers.mins is None else uploads.upload(integers.mins, weight),
+            uploads.upload(integers.integers, self._device),
+            uploads.upload(integers.scales, self._device),
+            None if integers.mins is None else uploads.upload(integers.mins, self._device),
             integers.bits,
         )
         packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
@@ -110,10 +126,33 @@ class QuantizedMatrices(LoadedMatrices):
         self._count(QuantizedBytes(weight.nbytes, packed.data.nbytes))
         return True
 
+    def allocate(self, shards: Sequence[WeightShard]) -> Sequence[WeightShard]:
+        sharing = self._sharing.get(_storage(shards[0].target))
+        if sharing is None or not sharing[0].matrix.weight.is_meta:
+            return shards
+        weight = self._allocate(sharing)
+        return [shard.within(weight) for shard in shards]
+
     def on_filled(self, shards: Sequence[WeightShard]) -> None:
-        sharing = self._sharing.get(_memory(shards[0].target))
+        sharing = self._sharing.get(_storage(shards[0].target))
         if sharing is not None and self._packing.bits is not None:
             self._count(pack_shared(sharing, self._packing))
+
+    def allocate_rest(self) -> None:
+        for sharing in self._sharing.values():
+            weight = sharing[0].matrix.weight
+            if isinstance(weight, torch.Tensor) and weight.is_meta:
+                self._allocate(sharing)
+
+    def quantize_rest(self, model: HoldsTensors) -> None:
+        self._count(pack_weights(model, self._packing))
+
+    def _allocate(self, sharing: Sequence[NamedMatrix]) -> nn.Parameter:
+        data = torch.empty_like(sharing[0].matrix.weight, device=self._device)
+        weight = nn.Parameter(data, requires_grad=False)
+        for _, matrix in sharing:
+            matrix.replace(weight)
+        return weight
 
     def log(self, model: HoldsTensors, log: StructuredLogger) -> None:
         forms: Counter[str] = Counter()
@@ -147,17 +186,21 @@ class QuantizedMatrices(LoadedMatrices):
             trim_heap()
 
 
-def matrices_to_load(matrices: Iterable[NamedMatrix], packing: Packing) -> LoadedMatrices:
-    """Returns the object that quantizes these matrices while they are loaded, or does not."""
-    return QuantizedMatrices(matrices, packing) if packing.is_quantized else FLOAT_MATRICES
+def matrices_to_load(
+    matrices: Iterable[NamedMatrix], packing: Packing, device: torch.device
+) -> LoadedMatrices:
+    """Returns the object that quantizes these matrices of `device` while they are loaded, or does
+    not."""
+    return QuantizedMatrices(matrices, packing, device) if packing.is_quantized else FLOAT_MATRICES
 
 
 def _counts(found: Counter[str]) -> list[str]:
     return [f"{count} {what}" for what, count in found.most_common() if count]
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _storage(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors share if and only if they share memory, or will share it."""
+    return tensor.untyped_storage()._cdata
 
 
 def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor | str:

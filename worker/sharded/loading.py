@@ -27,9 +27,10 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ParallelConfig
 from swell.kernels.linear import LAYOUT_VERSION, FloatWeight, PackedTensor, panel
 from swell.worker.comm.mesh import Mesh
-from swell.worker.layers.weight_shard import WeightShard
+from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 from swell.worker.memory.uploads import Uploads
 from swell.worker.model_interfaces import HasMesh
+from swell.worker.quantization.loaded_matrices import FLOAT_MATRICES, LoadedMatrices
 from swell.worker.sharded.state import StateTensor, state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of
 
@@ -50,8 +51,11 @@ class Report(Protocol):
         """Adds the number of bytes that were read since the last call."""
 
 
-def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
-    """Loads the model. Returns how many of its bytes are the file's own memory.
+def load_sharded(
+    model: HasMesh, folder: Path, report: Report, matrices: LoadedMatrices = FLOAT_MATRICES
+) -> int:
+    """Loads the model. Returns how many of its bytes are the file's own memory. Quantizes
+    `matrices` that are copied.
 
     Raises `ValueError` for a folder that does not hold this worker's tensors.
     """
@@ -68,7 +72,8 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
     report.begin(nbytes)
     maps = _maps(index, mesh.device.type)
     with Uploads(mesh.device) as uploads:
-        for key, tensor in state.items():
+        for key in list(state):
+            tensor = state.pop(key)
             file.check(key, report.add)
             stored = _stored(file, key)
             if maps:
@@ -76,8 +81,17 @@ def load_sharded(model: HasMesh, folder: Path, report: Report) -> int:
             else:
                 assert isinstance(tensor.weight, torch.Tensor)
                 plain = stored.unpack() if isinstance(stored, PackedTensor) else stored
-                uploads.copy(tensor.weight, plain)
+                shard = replicated_shard(key, tensor.weight)
+                _copy(shard, plain, matrices, uploads)
     return nbytes if maps else 0
+
+
+def _copy(
+    shard: WeightShard, stored: torch.Tensor, matrices: LoadedMatrices, uploads: Uploads
+) -> None:
+    for one in matrices.allocate([shard]):
+        uploads.copy(one.target, stored)
+    matrices.on_filled([shard])
 
 
 def load_saved_experts(

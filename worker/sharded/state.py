@@ -28,6 +28,9 @@ class StateTensor:
         if isinstance(weight, PackedTensor):
             for layer in self.layers:
                 layer.replace(weight)
+        elif isinstance(self.weight, torch.Tensor) and self.weight.is_meta:
+            for layer in self.layers:
+                layer.replace(nn.Parameter(weight, requires_grad=False))
         else:
             assert isinstance(self.weight, torch.Tensor)
             self.weight.data = weight  # in place: other modules refer to the same object

@@ -1,6 +1,6 @@
-"""The largest steps fit into the memory that the KV cache leaves, and little of the card is unused:
-chunks of a long prompt beside decoding rows, and every row with as many tokens as a step has for
-it, with all outputs and parameters that need memory."""
+"""The largest steps fit into the memory that the KV cache leaves, and little of the card is unused.
+In one step all rows are prompts, in others all rows but one decode while a long prompt is computed.
+All rows have the parameters and outputs that need the most memory."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: boo
     model = nn.Sequential(ReplicatedLinear(COLUMNS, ROWS, bias=False))
     target = model[0].weight.data
     shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
-    matrices = QuantizedMatrices(named_matrices(model), Packing(keeps_integers=keep))
+    matrices = QuantizedMatrices(named_matrices(model), Packing(keeps_integers=keep), target.device)
     load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), matrices=matrices)
     return target
 

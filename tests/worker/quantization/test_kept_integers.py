@@ -164,7 +164,7 @@ def test_matrices_with_other_groups_are_joined() -> None:
         for row, each in zip(range(0, 128, 32), stored, strict=True)
     ]
     named = named_matrices(torch.nn.Sequential(layer))
-    matrices = QuantizedMatrices(named, Packing(keeps_integers=True))
+    matrices = QuantizedMatrices(named, Packing(keeps_integers=True), torch.device("cpu"))
     assert matrices.keep(needed, Uploads(torch.device("cpu")))
     assert layer.weight.form.group == 16
     found = layer.weight.unpack().dequantize(torch.float32)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from swell.configs.runtime.log import first_line
+from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.models.generic import attention
 from swell.worker.models.text_part import wrapper_class
 
@@ -116,20 +117,28 @@ def drop_towers(causal: nn.Module, base: nn.Module) -> None:
 
 
 def materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
-    """Allocates parameters and buffers, and initializes those that a checkpoint does not hold.
+    """Allocates parameters and buffers, and initializes those that a checkpoint does not hold. The
+    matrices of linear layers get their type, but no memory yet.
 
     Works like `from_pretrained`: tensors marked as initialized are not changed.
     """
     fp32 = list(causal._keep_in_fp32_modules_strict)
     if dtype == torch.float16:
         fp32 += list(causal._keep_in_fp32_modules)
+    late = {
+        id(module.weight)
+        for module in causal.modules()
+        if type(module) is nn.Linear or isinstance(module, PackedWeight)
+    }
     made: dict[int, torch.Tensor] = {}
 
     def real(old: torch.Tensor, name: str) -> torch.Tensor:
         if id(old) not in made:
             keep = not old.is_floating_point() or any(part in name for part in fp32)
             made[id(old)] = torch.empty(
-                old.shape, dtype=old.dtype if keep else dtype, device=device
+                old.shape,
+                dtype=old.dtype if keep else dtype,
+                device="meta" if id(old) in late else device,
             )
         return made[id(old)]
 

@@ -59,7 +59,7 @@ class GenericForCausalLM(nn.Module):
         dtype: torch.dtype,
         max_positions: int,
     ) -> None:
-        """`config` is the model's; its parameters are allocated on `device`, not loaded.
+        """`config` is the model's; the matrices of its linear layers stay on the meta device.
 
         Runs one batch of two tokens through the stage, without its peers. Raises `ValueError` for a
         model that cannot be served or split.
@@ -254,7 +254,7 @@ class GenericForCausalLM(nn.Module):
         calls = self._calls
         try:
             modules = [module for _, module in self._parts]
-            with self.mesh.tensor.dry_run(), probe.constant_weights(modules):
+            with self.mesh.tensor.dry_run(), probe.constant_weights(modules, self.device):
                 with masks.recording(self.base):
                     calls.mode = Mode.TRACE
                     given = probe.trace_integers(self.base, self._run, ids, positions, incoming)

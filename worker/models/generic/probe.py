@@ -109,8 +109,8 @@ def mixes_tokens(
 
 
 @contextmanager
-def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """In this context, all values of every parameter are `WEIGHT`. All parameters share the same
+def constant_weights(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """In this context, all values of every parameter are `WEIGHT`, on `device`. They share the same
     memory, which is enough for the largest matrix: the rows of an embedding are one row, and
     stacked matrices (experts) are one matrix. So a model without weights can be run with little
     memory."""
@@ -120,16 +120,16 @@ def constant_weights(modules: Sequence[nn.Module]) -> Iterator[None]:
         for name, parameter in module._parameters.items()
         if parameter is not None and parameter.is_floating_point()
     ]
-    made: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+    made: dict[torch.dtype, torch.Tensor] = {}
     for module, _, parameter in own:
-        kind, numbers = (parameter.dtype, parameter.device), math.prod(_stored(module, parameter))
-        if kind not in made or made[kind].numel() < numbers:
-            made[kind] = torch.empty(numbers, dtype=kind[0], device=kind[1])
+        dtype, numbers = parameter.dtype, math.prod(_stored(module, parameter))
+        if dtype not in made or made[dtype].numel() < numbers:
+            made[dtype] = torch.empty(numbers, dtype=dtype, device=device)
     for buffer in made.values():
         buffer.fill_(WEIGHT)
     for module, name, parameter in own:
         shape = _stored(module, parameter)
-        part = made[parameter.dtype, parameter.device][: math.prod(shape)].view(shape)
+        part = made[parameter.dtype][: math.prod(shape)].view(shape)
         data = part.expand(parameter.shape)
         module._parameters[name] = nn.Parameter(data, requires_grad=False)
     try:

@@ -135,7 +135,7 @@ def test_layers_that_mix_tokens_outside_attention_are_detected() -> None:
 
     own = {name: parameter.clone() for name, parameter in model.named_parameters()}
     two = torch.tensor([1, 2]), torch.arange(2)
-    with torch.no_grad(), constant_weights(list(model.modules())):
+    with torch.no_grad(), constant_weights(list(model.modules()), torch.device("cpu")):
         assert mixes_tokens(model, run, *two, None)
         assert mixes_tokens(model, run, *two, torch.zeros(2, 32))
         for layer in model.layers:
@@ -150,7 +150,7 @@ def test_tracing_allocates_no_tables_or_experts() -> None:
     model = torch.nn.Module()
     model.table, model.linear = torch.nn.Embedding(5000, 16), torch.nn.Linear(16, 32)
     model.experts = torch.nn.Parameter(torch.zeros(64, 16, 16))
-    with probe.constant_weights(list(model.modules())):
+    with probe.constant_weights(list(model.modules()), torch.device("cpu")):
         parts = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in model.parameters()}
         assert sum(part.nbytes() for part in parts.values()) == 4 * 16 * 32
         assert all((p == probe.WEIGHT).all() for p in model.parameters())
