@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from swell.kernels.linear import pack_quantized
 from swell.kernels.weights.quantized import quantize
 from swell.worker.layers.packed_weight import PackedWeight
-from swell.worker.memory import locked_copy, sleep, uploads
-from swell.worker.memory.locked_copy import LockedCopy
+from swell.worker.memory import sleep, uploads
 from swell.worker.memory.locked_memory import LockedMemory
-from swell.worker.memory.sleep import SleepingWeights
+from swell.worker.memory.sleep import LockedCopy, SleepingWeights
 from swell.worker.memory.uploads import Uploads
 from tests.worker.memory.late_gpu import LateGpu, late_gpu
 
@@ -147,7 +146,7 @@ def test_a_copy_is_in_locked_memory_as_long_as_it_exists(
 def from_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """All storages are taken for those of the GPU."""
     locked = partial(LockedMemory, device=CUDA)
-    monkeypatch.setattr(locked_copy, "LockedMemory", lambda nbytes, _device: locked(nbytes))
+    monkeypatch.setattr(sleep, "LockedMemory", lambda nbytes, _device: locked(nbytes))
     monkeypatch.setattr(sleep, "_synchronize", lambda _device: torch.cuda.synchronize(CUDA))
 
 
