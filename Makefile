@@ -93,8 +93,8 @@ test-gpu:
 	rm -rf build/gpu && mkdir -p build/gpu && ln -s ../.. build/gpu/swell
 	SWELL_TEST_DEVICE=cuda PYTHONPATH=build/gpu:. $(PYTHON) -m pytest $(SHARED) -m "not slow_variants" tests/gpu $(ENGINES)
 
-# The kernels for GPUs without a GPU: in Triton's interpreter, and compiled for three generations of GPUs. Three and a
-# half minutes of one core; `make -j 2 test-triton` uses two. In an environment of its own (740 MB), with the torch and
+# The kernels for GPUs without a GPU: in Triton's interpreter, and compiled for three generations of GPUs. Two minutes
+# of one core; `make -j 2 test-triton` uses two. In an environment of its own (740 MB), with the torch and
 # the pytest of $(VENV).
 test-triton: triton-interpreted triton-compiled
 

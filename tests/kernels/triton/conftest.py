@@ -36,5 +36,7 @@ def _correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tests.kernels.triton import interpreter
 
     interpreter.correct(monkeypatch)
-    with np.errstate(all="ignore"):  # exp(-x) may overflow, as on a GPU
+    interpreter.accelerate(monkeypatch)
+    # exp(-x) may overflow, as on a GPU.
+    with interpreter.language(), np.errstate(all="ignore"):
         yield

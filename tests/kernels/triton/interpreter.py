@@ -1,14 +1,29 @@
-"""Corrections of Triton's interpreter, whose results differ from those of a GPU."""
+"""Corrections of Triton's interpreter, whose results differ from those of a GPU, and a shorter way
+to the same results."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import triton.language as tl
-from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
+from triton.runtime import interpreter
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpreterBuilder,
+    InterpreterOptions,
+    TensorHandle,
+)
 
 
 def correct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +66,71 @@ def correct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_fma", create_fma)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
+
+
+def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets the interpreter leave out, for one test, what does not change a result. The types of
+    tensors take most of its time.
+
+    - Shapes are checked and converted once, and types of numpy are looked up once.
+    - Operands of the same shape are not compared size by size.
+    - Sums, differences and products of integers are not computed again in int64: only kernels in
+      debug mode check them for an overflow.
+    """
+
+    def init_tensor(self: tl.tensor, handle: TensorHandle, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = _constant(tuple(type.shape.values) if type.is_block() else ())
+
+    def init_block(self: tl.block_type, element_ty: tl.dtype, shape: Iterable[Any]) -> None:
+        self.element_ty = element_ty
+        self.shape, self.numel, text = _checked(tuple(map(tl.core._unwrap_if_constexpr, shape)))
+        self.name = f"<{text}, {element_ty}>"
+
+    def np_dtype(dtype: Any) -> np.dtype:
+        scalar = dtype.element_ty if isinstance(dtype, tl.block_type) else dtype
+        return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else of_scalar(scalar)
+
+    def broadcast(self: TritonSemantic, left: tl.tensor, right: tl.tensor) -> Any:
+        some, others = left.type, right.type
+        are_blocks = some.is_block() and others.is_block()
+        if are_blocks and some.shape.values == others.shape.values:
+            return left, right
+        return broadcast_any(self, left, right)
+
+    broadcast_any, of_scalar = TritonSemantic.broadcast_impl_value, cache(interpreter._get_np_dtype)
+    monkeypatch.setattr(tl.tensor, "__init__", init_tensor)
+    monkeypatch.setattr(tl.block_type, "__init__", init_block)
+    monkeypatch.setattr(interpreter, "_get_np_dtype", np_dtype)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
+    options = InterpreterOptions(sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+@contextmanager
+def language() -> Iterator[None]:
+    """Replaces the functions of Triton's language until the end of a test. The interpreter would
+    look for all of them in each call of a function."""
+    modules = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    scope = interpreter._patch_lang(modules)
+    with patch.object(interpreter, "_patch_lang", lambda _: interpreter._LangPatchScope()):
+        yield
+    scope.restore()
+
+
+@cache
+def _constant(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    """Returns the shape of a tensor and its number of elements."""
+    return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+
+@cache
+def _checked(sizes: tuple[int, ...]) -> tuple[tl.tuple, int, str]:
+    """Returns the shape of a type, its number of elements, and the shape as a text."""
+    if not sizes:
+        raise TypeError("a block has at least one dimension")
+    shape = tl.tuple(sizes)
+    return shape, validate_block_shape(shape), str(shape)
 
 
 def _narrow(values: np.ndarray) -> np.ndarray:
