@@ -162,14 +162,14 @@ class Model:
                 break
         jobs = tuple(job._replace(unscheduled=job.unread) for job in engine.jobs)
         engine = state.engines[rank]._replace(jobs=jobs, quiet=0)
-        return state._replace(engines=put(state.engines, rank, engine))
+        return state.with_engines(put(state.engines, rank, engine))
 
     def with_engine(
         self, state: State, rank: int, engine: Engine, said: tuple[Packed, ...] = ()
     ) -> State:
         if said:
             engine = engine._replace(outbox=(*engine.outbox, *said))
-        return state._replace(engines=put(state.engines, rank, engine))
+        return state.with_engines(put(state.engines, rank, engine))
 
     def call_engine(self, state: State, rank: int, call: str, *args: Any) -> tuple[State, Any]:
         """Calls a method of an engine's half and puts the messages that it returns into the

@@ -9,9 +9,12 @@ exit.
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from swell.coordinator.wave_protocol.wave_interface import Phase
@@ -75,6 +78,20 @@ class _Graph:
         return next((n for n, r in enumerate(reached) if not r), None)
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turns garbage collection off. It takes a fifth of the time of an exploration, and finds
+    nothing: states do not refer to each other."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@no_garbage_collection()
 def explore(
     bounds: Bounds,
     member: type[WaveMember] = WaveMember,

@@ -133,6 +133,10 @@ class State(NamedTuple):
     """Dead engines that the manager has not noticed yet."""
     left: Budget
 
+    def with_engines(self, engines: tuple[Engine, ...]) -> State:
+        """Returns this state with other engines: `_replace` takes three times as long."""
+        return State(engines, *self[1:])
+
 
 @dataclass(frozen=True)
 class Bounds:

@@ -85,7 +85,19 @@ class Model:
         assert torch.equal(got[firm], want[..., : self.top_k][firm])
 
 
-@pytest.fixture(scope="module", params=["nano-moe", "qwen3_moe-mixed"])
+MODELS = ("nano-moe", "qwen3_moe-mixed")
+"""All layers have experts, or one of two."""
+
+
+def pairs() -> Iterator[object]:
+    """Yields every axis with both models. `make test` runs it with one of them, in turn."""
+    for at, name in enumerate(ROUTE_AXES):
+        for number, model in enumerate(MODELS):
+            marks = [pytest.mark.slow_variants] if (at + number) % 2 else []
+            yield pytest.param(name, model, marks=marks)
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     if request.param == "nano-moe":
         return Model(NANO_MOE)
@@ -109,7 +121,7 @@ def check(model: Model, specs: list[RequestSpec], answers: list[Answer]) -> None
                 assert part.routed_experts is None
 
 
-@pytest.mark.parametrize("name", ROUTE_AXES)
+@pytest.mark.parametrize(("name", "model"), pairs(), indirect=["model"])
 def test_over_an_axis(name: str, model: Model) -> None:
     axis = ROUTE_AXES[name]
     drafts = {"drafts__method": "ngram"} if axis.drafts else {}
