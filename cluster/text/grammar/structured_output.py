@@ -29,7 +29,11 @@ from swell.cluster.text.json_grammar.schema_nodes import (
     at,
     children,
 )
-from swell.cluster.text.json_grammar.string_patterns import lark_expression, split_lookahead
+from swell.cluster.text.json_grammar.string_patterns import (
+    ecma_expression,
+    lark_expression,
+    split_lookahead,
+)
 from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.sampling_params import (
     BadRequest,
@@ -127,7 +131,7 @@ def _check_patterns(schema: Any, subject: str, param: str | None = None) -> None
         if split is not None:
             checked += 1
             try:
-                is_empty_terminal(f"/{lark_expression(split.rest)}/")
+                is_empty_terminal(f"/{ecma_expression(split.rest)}/")
             except ValueError as error:
                 raise BadRequest(
                     f"{subject} has {at(path, 'pattern')}={shown(pattern)}, which is refused: "

@@ -12,6 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from swell.cluster.text.json_grammar.ecma_patterns import (
+    InvalidPattern,
+    UnenforcedPattern,
+    library_pattern,
+)
 from swell.cluster.text.json_grammar.evaluated_properties import (
     EvaluatedProperties,
     evaluated_properties,
@@ -347,6 +352,16 @@ def _pattern(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchem
             f"has {at(path, 'pattern')}={shown_value(pattern)}, which must be a string"
         )
     split = split_lookahead(pattern)
+    try:
+        for part in () if split is None else (split.rest, *(one.pattern for one in split.ahead)):
+            library_pattern(part)
+    except UnenforcedPattern:
+        split = None
+    except InvalidPattern as error:
+        raise SchemaError(
+            f"has {at(path, 'pattern')}={shown_value(pattern)}, which {error} and is not a pattern "
+            "of ECMA 262"
+        ) from None
     if split is None:
         return keywords.refuse(node, path, "pattern")
     # A pattern with a lookahead constrains a text more than its format, such as zod's for emails.

@@ -12,6 +12,8 @@ import re
 import msgspec
 from llguidance import regex_to_lark
 
+from swell.cluster.text.json_grammar.ecma_patterns import library_pattern
+
 _SKIPPED = r"\\.|\[(?:\\.|[^\]\\])*(?:\]|\\?\Z)"
 """An escaped character or a character class; an unclosed class reaches to the end, so that it is
 read only once."""
@@ -28,6 +30,9 @@ class Lookahead(msgspec.Struct, frozen=True):
 
     negated: bool
     pattern: str
+    """Without `^` at its beginning and `$` at its end."""
+    is_to_end: bool
+    """Whether it had the `$`."""
 
 
 class SplitPattern(msgspec.Struct, frozen=True):
@@ -51,14 +56,21 @@ def split_lookahead(pattern: str) -> SplitPattern | None:
         end = _group_end(rest)
         if end is None:
             return None
-        body = rest[3 : end - 1].removeprefix("^")
-        if looks_around(body) or _has_choice_or_anchor(body.removesuffix("$")):
+        body, is_to_end = _split_end(rest[3 : end - 1].removeprefix("^"))
+        if looks_around(body) or _has_choice_or_anchor(body):
             return None
-        ahead.append(Lookahead(rest[2] == "!", body))
+        ahead.append(Lookahead(rest[2] == "!", body, is_to_end))
         rest = rest[end:]
-    if not ahead or looks_around(rest) or _has_choice_or_anchor(rest.removesuffix("$")):
+    if not ahead or looks_around(rest) or _has_choice_or_anchor(_split_end(rest)[0]):
         return None
     return SplitPattern(f"^{rest}", ahead)
+
+
+def _split_end(pattern: str) -> tuple[str, bool]:
+    r"""Splits off the `$` at the end, which is an anchor unless it is escaped as `\$`."""
+    body = pattern.removesuffix("$")
+    num_escapes = len(body) - len(body.rstrip("\\"))
+    return (body, True) if body != pattern and num_escapes % 2 == 0 else (pattern, False)
 
 
 def _group_end(pattern: str) -> int | None:
@@ -93,25 +105,32 @@ def fixed_texts(pattern: str) -> list[str] | None:
 
 
 def lark_expression(pattern: str) -> str:
-    """Converts a regular expression to the form that Lark has between slashes. Digits and word
-    characters are those of ASCII, as in the patterns of JSON schema."""
+    """Converts a regular expression of the library to the form that Lark has between slashes.
+    Digits and word characters are those of ASCII."""
     expression: str = regex_to_lark(pattern, "dw")
     return expression
 
 
+def ecma_expression(pattern: str) -> str:
+    """Converts a pattern of a JSON schema to the form that Lark has between slashes. Raises
+    ValueError."""
+    return lark_expression(library_pattern(pattern))
+
+
 def search_expression(pattern: str) -> str:
     """Returns the expression for a whole text in which an ECMA pattern is found. Raises ValueError
-    for a pattern with `^` or `$` inside."""
+    for a pattern with `^` or `$` inside, and for one that no grammar can enforce."""
     head = "" if pattern.startswith("^") else "(?s:.*)"
-    escapes = len(pattern[:-1]) - len(pattern[:-1].rstrip("\\"))
-    ends = pattern.endswith("$") and escapes % 2 == 0
-    body = pattern[not head : len(pattern) - ends]
+    body, ends = _split_end(pattern.removeprefix("^"))
     inner = {found[1] for found in _INNER_ANCHOR.finditer(body) if found[1]}
     if inner & {"^", "$"} or ("|" in inner and (not head or ends) and _top_level_choice(body)):
         raise ValueError(
             f"has the pattern {pattern!r}: ^ and $ are only allowed at its beginning and end"
         )
-    return f"{head}({lark_expression(body)}){'' if ends else '(?s:.*)'}"
+    try:
+        return f"{head}({ecma_expression(body)}){'' if ends else '(?s:.*)'}"
+    except ValueError as error:
+        raise ValueError(f"has the pattern {pattern!r}, which {error}") from None
 
 
 def _top_level_choice(body: str) -> bool:

@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 from fractions import Fraction
 
+from swell.cluster.text.json_grammar.ecma_patterns import library_pattern
 from swell.cluster.text.json_grammar.number_ranges import NumberRange
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 from swell.cluster.text.json_grammar.string_patterns import (
     SplitPattern,
-    lark_expression,
+    ecma_expression,
     search_expression,
     split_lookahead,
 )
@@ -41,10 +42,20 @@ def string_rule(limits: list[JsonSchema], texts: list[str] | None) -> tuple[str,
     schema: JsonSchema = {"type": "string"}
     if texts is not None:
         schema["enum"] = texts
+    written = [_in_library(limit) for limit in limits]
     if len(limits) == 1:
-        return library_rule({**schema, **limits[0]}), False
-    parts = [{"type": "string", **limit} for limit in limits]
+        return library_rule({**schema, **written[0]}), False
+    parts = [{"type": "string", **limit} for limit in written]
     return library_rule({**schema, "allOf": parts} if parts else schema), False
+
+
+def _in_library(limit: JsonSchema) -> JsonSchema:
+    if "pattern" not in limit:
+        return limit
+    try:
+        return {**limit, "pattern": library_pattern(limit["pattern"])}
+    except ValueError as error:
+        raise SchemaError(f"has the pattern {limit['pattern']!r}, which {error}") from None
 
 
 def _terminal(limits: list[JsonSchema], splits: list[SplitPattern], texts: list[str] | None) -> str:
@@ -62,10 +73,9 @@ def _terminal(limits: list[JsonSchema], splits: list[SplitPattern], texts: list[
         except ValueError as error:
             raise SchemaError(str(error)) from None
         for ahead in split.ahead:
-            body = ahead.pattern
-            ends = body.endswith("$")
-            inner = lark_expression(body.removesuffix("$"))
-            parts.append(f'{"~" if ahead.negated else ""}/"({inner}){"" if ends else "(?s:.*)"}"/')
+            behind = "" if ahead.is_to_end else "(?s:.*)"
+            inner = ecma_expression(ahead.pattern)
+            parts.append(f'{"~" if ahead.negated else ""}/"({inner}){behind}"/')
     return " & ".join(parts)
 
 

@@ -23,7 +23,7 @@ from swell.cluster.api.responses.convert import chat_messages, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
 from swell.cluster.text.grammar import lark_compiler, structured_output, user_grammar
-from swell.cluster.text.json_grammar import string_patterns
+from swell.cluster.text.json_grammar import ecma_patterns, string_patterns
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.params.sampling_params import BadRequest, shown
@@ -129,6 +129,7 @@ READERS: dict[str, Callable[[str], object]] = {
     "quoted": literal,
     "regex": lambda text: structured_output._regex(text, "p", SchemaKeywords()),
     "parts that look ahead": lambda text: string_patterns.split_lookahead(f"^(?!{text})"),
+    "patterns": ecma_patterns.library_pattern,
     "patterns that are lists": lambda text: string_patterns.fixed_texts(f"^({text})$"),
     "counted": lambda text: list(count_json(text.encode())),
     "counted outside": lambda text: list(count_json(text.replace('"', "").encode())),
