@@ -74,9 +74,9 @@ class GraphGpu(FakeGpu):
         """The bytes of the parts of the pool."""
         monkeypatch.setattr(graphs, "capture", self.capture_graph)
 
-    def capture_graph(self, run: Callable[[], list[Tensor]], sizes: tuple[int, ...]) -> Any:
+    def capture_graph(self, run: Callable[[], list[Tensor]], *args: Any) -> Any:
         with Operations() as operations:
-            results, graph = self._capture(run, sizes)
+            results, graph = self._capture(run, *args)
         needed = SCALE * operations.num_bytes
         if needed > max(self.parts, default=0):
             self.parts.append(needed)
