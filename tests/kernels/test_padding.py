@@ -158,3 +158,17 @@ def test_padded_samples_are_not_written(backend, data):
     columns = torch.tensor(entries, dtype=torch.int64).view(-1, 3).T.contiguous()
     load_backend(backend, "inputs").write_tokens(ids, *columns)
     assert torch.equal(ids, expected)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_keeps_what_is_written_to_the_first_place(backend):
+    """A padded entry may write its place again, but not what was there before."""
+    ids = torch.zeros(SLOTS, LENGTH, dtype=torch.int32)
+    columns = torch.tensor([[0, 0, 7], *[[-1, 0, 9]] * 5]).T.contiguous()
+    load_backend(backend, "inputs").write_tokens(ids, *columns)
+    assert ids[0, 0] == 7 and ids.count_nonzero() == 1
+    caches = torch.zeros(2, BLOCKS, KV_HEADS, BLOCK, HEAD_DIM)
+    k, v = torch.ones(2, 6, KV_HEADS, HEAD_DIM)
+    slots = torch.tensor([0, *[-1] * 5])
+    load_backend(backend, "attention").write_kv(k, v, *caches, slots)
+    assert (caches[:, 0, :, 0] == 1).all() and caches.count_nonzero() == 2 * KV_HEADS * HEAD_DIM

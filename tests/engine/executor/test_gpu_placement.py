@@ -101,8 +101,8 @@ def test_each_worker_has_a_gpu_of_its_own_from_the_bundle_of_its_stage(
             own_bundle = order[rank // tensor]
             actors.append(actor := executor._create(rank, own_bundle, nodes[own_bundle]))
             found, gpus, resources = ray.get(actor.place.remote(), timeout=START_S)
-            (gpu,) = gpus
-            used[gpu] += 1
+            assert len(gpus) == 1, f"Ray has assigned rank {rank} the GPUs {gpus}"
+            used[gpus[0]] += 1
             assert found == rank
             bundled = {name.rpartition("_")[0]: held for name, held in resources.items()}
             assert bundled[f"GPU_group_{own_bundle}"] == share, resources
