@@ -60,14 +60,16 @@ def own_segments(
     texts: Sequence[str],
     control: ControlTokens,
     render: Callable[[Change], str],
+    field: str = "messages",
 ) -> list[Segment] | None:
     """Splits the rendered `text` into segments; only the template's own control tokens are control
-    segments. Returns None if all control tokens are its own. `texts` are those of the client;
-    `render` renders them changed, and raises BadRequest if the template refuses that."""
+    segments. Returns None if all control tokens are its own. `texts` are those of the client,
+    in `field`; `render` renders them changed, and raises BadRequest if the template refuses that.
+    """
     edges = sorted(control.edges(texts))
     if not edges and not (control.normalizes and _have_control(texts, control)):
         return None
-    *stand_ins, begin, end = _unused(len(edges) + 2, [text, *texts])
+    *stand_ins, begin, end = _unused(len(edges) + 2, [text, *texts], field)
     whole = control.split(text)
     mask = str.maketrans(dict(zip(edges, stand_ins, strict=True)))
     masked = _rendered(render, lambda one: one.translate(mask), stand_ins)
@@ -147,7 +149,7 @@ def _have_control(texts: Iterable[str], control: ControlTokens) -> bool:
     return any(one.token for text in texts for one in control.split(text))
 
 
-def _unused(count: int, texts: Sequence[str]) -> list[str]:
+def _unused(count: int, texts: Sequence[str], field: str) -> list[str]:
     """Returns characters that occur in no text, not even escaped."""
     used: set[str] = set()
     for text in texts:
@@ -156,9 +158,9 @@ def _unused(count: int, texts: Sequence[str]) -> list[str]:
     free = list(islice((char for char in map(chr, _PRIVATE) if char not in used), count))
     if len(free) < count:
         raise BadRequest(
-            f"messages contain all except {len(free)} of the {len(_PRIVATE)} private-use "
-            f"characters of Unicode (U+E000 to U+F8FF), and at least {count} must be unused; "
-            "leave some out, or set model.special_tokens_in_text=control",
-            "messages",
+            f"{field}: all except {len(free)} of the {len(_PRIVATE)} private-use characters of "
+            f"Unicode (U+E000 to U+F8FF) are used, and at least {count} must be unused; leave some "
+            "out, or set model.special_tokens_in_text=control",
+            field,
         )
     return free

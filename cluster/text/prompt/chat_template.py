@@ -88,7 +88,8 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         self._model_name = model_name
         self._override = override
-        self._control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
+        self.control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
+        """Returns the control tokens of the tokenizer with a template."""
         self._reads_parts = lru_cache(maxsize=8)(partial(_reads_parts, tokenizer))
 
     @property
@@ -139,7 +140,7 @@ class ChatTemplate:
         """Splits `text`, which `render` returned, into segments in which only control tokens that
         the template itself wrote are control. Returns None if that holds for all control tokens.
         Raises `BadRequest`."""
-        control = self._control_tokens(options.template or self.text)
+        control = self.control_tokens(options.template or self.text)
         inputs = (
             [*map(_texts_of_message, self._message_dicts(messages, options))],
             [tool.as_sent for tool in options.tools],

@@ -245,31 +245,31 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
         first, second = (one, None) if isinstance(one, str) else one
         if self.spec.lower_case:
             prefix, first, second = prefix.lower(), first.lower(), second and second.lower()
-        if second is not None and self.spec.pair_template is not None:
-            if options.truncation is not None:
-                rule = "would cut the template of a pair (model.pair_template); leave it out"
-                raise bad_value("truncate_prompt_tokens", options.truncation.tokens, rule)
-            first, second = self._written(first, second), None
         fields = (first_field, field)
-        ids, segment_start = self._tokenize(prefix + first, second, options, fields)
-        self.prompts.check_ids(ids, field)
-        return ids, segment_start
-
-    def _written(self, query: str, document: str) -> str:
-        """Returns a pair in the form of the model's template."""
-        assert self.spec.pair_template is not None
+        if second is None or self.spec.pair_template is None:
+            return self._tokenize(prefix + first, second, options, fields)
+        if options.truncation is not None:
+            rule = "would cut the template of a pair (model.pair_template); leave it out"
+            raise bad_value("truncate_prompt_tokens", options.truncation.tokens, rule)
         begin, between, end = self.spec.pair_template
-        pair = (document, query) if self.spec.pair_is_reversed else (query, document)
-        return f"{begin}{pair[0]}{between}{pair[1]}{end}"
+        order = slice(None, None, -1 if self.spec.pair_is_reversed else 1)
+        ids = self.prompts.fill_template(
+            (prefix + begin, between, end),
+            (first, second)[order],
+            options._replace(can_truncate=False),
+            fields[order],
+        )
+        return ids, 0
 
     def _tokenize(
         self, first: str, second: str | None, options: TokenizeOptions, fields: tuple[str, str]
     ) -> tuple[list[int], int]:
         """Returns the ids of a text or a pair, and the position of a second segment."""
         field = fields[-1]
-        if second is None and options.truncation is None:
-            return self.prompts.encode(first, options, field), 0
         backend = getattr(self.prompts.tokenizer, "backend_tokenizer", None)
+        if second is None and options.truncation is None:
+            options = options._replace(can_truncate=backend is not None)
+            return self.prompts.encode(first, options, field), 0
         if backend is None:
             rule = (
                 "is a pair or needs truncation, which the model's slow (Python) tokenizer does "
@@ -282,6 +282,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
                 continue
             self.prompts.check_text(text, options, name)
             parts += backend.encode_batch_fast([text], add_special_tokens=False)
+        longest = fields[max(range(len(parts)), key=lambda index: len(parts[index]))]
         adds = options.add_special_tokens
         if options.truncation is not None:
             special = backend.num_special_tokens_to_add(second is not None) if adds else 0
@@ -293,6 +294,7 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
             for part, count in zip(parts, kept_of_each([len(p) for p in parts], room), strict=True):
                 part.truncate(count, direction=_direction(options))
         whole = backend.post_process(*parts, add_special_tokens=adds)
+        self.prompts.check_ids(list(whole.ids), longest)
         types = whole.type_ids if second is not None else []
         return list(whole.ids), types.index(1) if 1 in types else 0
 

@@ -8,6 +8,7 @@ as the longest token of the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any, Literal
 
 import msgspec
@@ -29,6 +30,7 @@ from swell.cluster.text.prompt.truncation import (
 from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.cluster.text.template_texts import Change, own_segments
 from swell.cluster.text.tokens.tokenizer import encode_text
 
 CHUNK_CHARS = 64 * 1024
@@ -116,16 +118,17 @@ class PromptProcessor:
 
     def _kept(self, ids: list[int], options: TokenizeOptions, field: str) -> list[int]:
         ids = truncate(ids, options.truncation, self.max_model_len, self._min_answer_tokens)
-        self.check_ids(ids, field)
+        self.check_ids(ids, field, can_truncate=options.can_truncate)
         return ids
 
-    def check_ids(self, ids: list[int], field: str) -> None:
+    def check_ids(self, ids: list[int], field: str, *, can_truncate: bool = True) -> None:
         """Raises `BadRequest` for a prompt without tokens, a prompt that does not fit, and invalid
-        token ids."""
+        token ids. The error for a prompt that does not fit names `truncate_prompt_tokens` if the
+        request may set it."""
         if not ids:
             raise bad_value(field, ids, _NO_TOKEN)
         if len(ids) > self.max_model_len - self._min_answer_tokens:
-            raise self._too_long(len(ids), field)
+            raise self._too_long(len(ids), field, can_truncate=can_truncate)
         check_token_ids(field, ids, self.vocab_size)
 
     def _tokenize(self, text: str, options: TokenizeOptions, field: str) -> list[int]:
@@ -139,7 +142,7 @@ class PromptProcessor:
             raise bad_value(field, text, _NO_TOKEN)
         if options.truncation is None:
             self._check_bytes(text, field, self.max_prompt_bytes)
-            self._check_chunks(text, field)
+            self._check_chunks(text, field, options)
         else:  # all of it is tokenized: token boundaries depend on the text before them
             self._check_bytes(text, field, max(self.max_prompt_bytes, MAX_TRUNCATED_BYTES))
 
@@ -148,7 +151,7 @@ class PromptProcessor:
         `BadRequest`."""
         return kept_tokens(truncation, self.max_model_len, self._min_answer_tokens)
 
-    def _check_chunks(self, text: str, field: str) -> None:
+    def _check_chunks(self, text: str, field: str, options: TokenizeOptions) -> None:
         """Raises `BadRequest` for a text that is far too long before all of it is tokenized. A text
         has slightly fewer tokens than its chunks together: so twice the limit is certainly too
         many."""
@@ -159,7 +162,7 @@ class PromptProcessor:
             chunk = text[start : start + CHUNK_CHARS]
             count += len(encode_text(self.tokenizer, chunk, add_special_tokens=False))
             if count > 2 * self.max_model_len:
-                raise self._too_long(count, field)
+                raise self._too_long(count, field, can_truncate=options.can_truncate)
 
     def chat_messages(
         self, messages: Sequence[Mapping[str, Any] | ChatMessage]
@@ -193,6 +196,36 @@ class PromptProcessor:
             control, own = parts
             ids = control.encode(own, add_special_tokens=add)
         return self._kept(ids, tokenize_options, "messages")
+
+    def fill_template(
+        self,
+        template: Sequence[str],
+        texts: Sequence[str],
+        options: TokenizeOptions,
+        fields: Sequence[str],
+    ) -> list[int]:
+        """Returns the ids of a template's parts with the `texts` of `fields` between them. A
+        control token in a text is text, unless `special_tokens_in_text` says otherwise."""
+
+        def fill(change: Change) -> str:
+            between = [change(text) for text in texts]
+            return "".join(chain(*zip_longest(template, between, fillvalue="")))
+
+        for text, name in zip(texts, fields, strict=True):
+            self._check_bytes(text, name, self.max_prompt_bytes)
+        longest = fields[max(range(len(texts)), key=lambda index: len(texts[index]))]
+        whole, own = fill(str), None
+        self.check_text(whole, options, longest)
+        control = self.template.control_tokens("".join(template))
+        if self._texts_are_text:
+            own = own_segments(whole, texts, control, fill, longest)
+        add = options.add_special_tokens
+        ids = (
+            encode_text(self.tokenizer, whole, add_special_tokens=add)
+            if own is None
+            else control.encode(own, add_special_tokens=add)
+        )
+        return self._kept(ids, options, longest)
 
     def decode(self, token_ids: list[int]) -> str:
         """Returns the text of ids, including special tokens; accepts as many ids as a prompt may
@@ -249,12 +282,18 @@ class PromptProcessor:
             raise self._exceeded([Field(field), rule, end], field)
 
     def _too_long(
-        self, num_prompt_tokens: int, field: str, max_tokens: int | None = None
+        self,
+        num_prompt_tokens: int,
+        field: str,
+        max_tokens: int | None = None,
+        *,
+        can_truncate: bool = True,
     ) -> BadRequest:
         name, limit = Field(field), Field("max_tokens")
         if not self._min_answer_tokens:
             what = [f"there are {num_prompt_tokens} tokens in ", name, ". "]
-            end = ["Please reduce its length, or set ", Field("truncate_prompt_tokens"), "."]
+            end = ["Please reduce its length"]
+            end += [", or set ", Field("truncate_prompt_tokens"), "."] if can_truncate else ["."]
         elif max_tokens is None:
             what = [f"there are {num_prompt_tokens} tokens in ", name]
             end = [", and at least one is needed for the answer. Please reduce the length of the "]

@@ -29,6 +29,8 @@ class TokenizeOptions(NamedTuple):
 
     add_special_tokens: bool
     truncation: Truncation | None = None
+    can_truncate: bool = True
+    """Whether the request may set a truncation for this text."""
 
 
 PLAIN_TEXT = TokenizeOptions(add_special_tokens=True)
