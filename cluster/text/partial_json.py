@@ -2,8 +2,8 @@ r"""The arguments of a tool call as Anthropic's API has them: an object, or the 
 
 A model may write anything. Invariant: *the input of a call is the longest prefix of the written
 text that is the beginning of a JSON object* (RFC 8259, at most `MAX_DEPTH` deep, with numbers of at
-most `MAX_NUMBER_CHARS` characters); if no prefix is, it is `{}`. A stream returns this text; a
-whole answer has the object in it, without the incomplete part at its end:
+most `MAX_NUMBER_CHARS` characters, as in a body); if no prefix is, it is `{}`. A stream returns
+this text; a whole answer has the object in it, without the incomplete part at its end:
 
     {"a": [1, {"b": "x"}, 23        a stream returns  {"a": [1, {"b": "x"},␣
                                     and the input is  {"a": [1, {"b": "x"}]}
@@ -26,13 +26,10 @@ from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.parsers.notations.json_values import ScalarValue, StringValue
 from swell.cluster.text.parsers.notations.structure import StructureReader
 from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.schema.json_size import MAX_NUMBER_CHARS
 
 MAX_DEPTH = 100
 """Limit on nesting; readers of JSON have limits of their own, at 200 or more."""
-MAX_NUMBER_CHARS = 1000
-"""Limit on the length of a number; Python reads integers of at most 4300 digits, other readers
-fewer."""
-
 _SCALAR = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
 
 

@@ -14,7 +14,7 @@ from swell.cluster.control.engines import placement
 from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
 from swell.cluster.text import partial_json
 from swell.cluster.text.json_grammar import number_ranges, object_merging, string_terminals
-from swell.cluster.text.schema import strict_json
+from swell.cluster.text.schema import json_size, strict_json
 from swell.configs import schema
 from swell.configs.files import yaml_text
 from swell.configs.runtime import network
@@ -66,7 +66,7 @@ LIMITS = {
     ],
     "limits": [
         f"{partial_json.MAX_DEPTH} objects and arrays in each other, "
-        f"{partial_json.MAX_NUMBER_CHARS} characters a number; under a grammar "
+        f"{json_size.MAX_NUMBER_CHARS} characters a number; under a grammar "
         f"{number_ranges.MAX_INT_DIGITS} digits before the point and "
         f"{number_ranges.MAX_FRACTION_DIGITS} after it",
     ],

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from swell.cluster.text.params.sampling_params import bad_value
+import msgspec
+from msgspec import Meta
+
+from swell.cluster.text.params.sampling_params import BadRequest, bad_value
 from swell.cluster.text.schema.chat_messages import check_named
 from swell.cluster.text.schema.request_body import HistoryPart, neutral
+
+_INPUT = msgspec.json.Decoder(dict[str, Any], float_hook=float)
 
 
 class Block(HistoryPart, kw_only=True, tag_field="type"):
@@ -47,7 +52,8 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+    """An object, as the client wrote it: its numbers may be beyond all doubles."""
     caller: Annotated[Any, neutral({"type": "direct"})] = None
     toolset_name: Annotated[str | None, neutral()] = None
 
@@ -55,6 +61,12 @@ class ToolUseBlock(Block, kw_only=True, tag="tool_use"):
         super().check_at(path)
         check_named(self.id, f"{path}.id")
         check_named(self.name, f"{path}.name")
+        try:
+            _INPUT.decode(self.input)
+        except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+            raise BadRequest(
+                f"{path}.input must be a JSON object: {error}", f"{path}.input", "invalid_type"
+            ) from None
 
 
 class UnservedBlock(Block, kw_only=True):

@@ -7,8 +7,6 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-import msgspec
-
 from swell.cluster.api.messages.blocks import (
     TextBlock,
     ThinkingBlock,
@@ -154,7 +152,7 @@ def _converted(messages: list[InputMessage]) -> Iterator[chat.ChatMessage]:
 
 
 def _call(block: ToolUseBlock) -> chat.MessageToolCall:
-    arguments = msgspec.json.encode(block.input).decode()
+    arguments = bytes(block.input).decode()
     return chat.MessageToolCall(
         id=call_id(block.id), function=chat.FunctionCall(name=block.name, arguments=arguments)
     )

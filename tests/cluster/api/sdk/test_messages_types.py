@@ -19,13 +19,13 @@ from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.parsers import deltas
 from swell.cluster.text.partial_json import (
     MAX_DEPTH,
-    MAX_NUMBER_CHARS,
     PartialObject,
     partial_object_json,
     read_partial_object,
 )
 from swell.cluster.text.prompt.generation_request import Conversation
 from swell.cluster.text.schema.decode import decode
+from swell.cluster.text.schema.json_size import MAX_NUMBER_CHARS
 
 QUESTION = [{"role": "user", "content": "2 + 2?"}]
 ADD = {"name": "add", "input_schema": {"type": "object", "properties": {"a": {}}}}
@@ -108,6 +108,43 @@ def test_a_number_keeps_its_digits(number: str, step: int) -> None:
     value = read_partial_object(text)
     assert value["a"] == value["b"][0] and value["b"][1] == "x" and value["c"] == 1
     assert math.isfinite(value["a"])
+
+
+_CALL_BEGINS = (
+    b'{"model": "m", "max_tokens": 5, "messages": [{"role": "assistant", "content": '
+    b'[{"type": "text", "text": "' + b"x" * 9000 + b'"}, '
+    b'{"type": "tool_use", "id": "t1", "name": "f", "input": '
+)
+_CALL_ENDS = b'}]}, {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1"}]}]}'
+
+
+@given(st.from_regex(_NUMBER, fullmatch=True, alphabet=st.sampled_from("0123456789.eE+-")))
+@example("1e999")
+@example("-1e400")
+@example("9" * 128)
+@example("9" * 129)
+@example("[" * 99 + "1" + "]" * 99)
+@example('"a\\u0000b"')
+def test_an_input_can_be_sent_back(value: str) -> None:
+    """This includes numbers that a double cannot hold, in a body of any length."""
+    calls = [deltas.ToolCall(0, "c", "f"), deltas.Arguments(0, f'{{"a": {value}}}')]
+    (block,) = blocks(calls, hides_thinking=False)
+    written = msgspec.json.encode(block.input)
+    body = decode(_CALL_BEGINS + written + _CALL_ENDS, MessagesRequest)
+    (call,) = chat_messages(body)[0].tool_calls or ()
+    assert read_partial_object(call.function.arguments) == read_partial_object(written.decode())
+
+
+@pytest.mark.parametrize(
+    "written",
+    [b'"x"', b"5", b"[1]", b"null", b"1e999", b'{"a": 1e}', b'{"a": "\\ud800"}', b'{"\xff": 1}'],
+)
+def test_an_input_that_is_no_object_is_refused(written: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode(_CALL_BEGINS + written + _CALL_ENDS, MessagesRequest)
+    at = caught.value.param
+    assert at is None or at.startswith("messages[0].content[1].input")
+    assert caught.value.code in ("invalid_type", "invalid_json")
 
 
 def test_the_depth_of_an_input_is_bounded() -> None:
