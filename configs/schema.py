@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -235,9 +235,16 @@ def load(source: str | Mapping[str, Any], overrides: Mapping[str, Any] | None = 
     a YAML file is resolved relative to that file first. Raises `ConfigError`.
     """
     data, base = read_source(source)
-    for key, value in (overrides or {}).items():
+    overrides = overrides or {}
+    for key, value in overrides.items():
         override(data, key, value)
-    return _resolve_paths(check(data), base)
+    try:
+        return _resolve_paths(check(data), base)
+    except ConfigError as error:
+        is_overridden = any(f"{key}.".startswith(f"{error.key}.") for key in overrides)
+        if is_overridden or not isinstance(source, str) or not _is_yaml(source):
+            raise
+        raise ConfigError(f"configuration {source!r}: {error}", error.key) from None
 
 
 def check(data: Mapping[str, Any]) -> Config:
@@ -273,7 +280,7 @@ def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
         sections = {key: _copied(part) for key, part in source.items()}
         return sections, Path.cwd()
     path = Path(os.path.expanduser(source))
-    if path.suffix not in (".yaml", ".yml"):
+    if not _is_yaml(source):
         return {"model": {"path": source}}, Path.cwd()
     if "\0" in source:
         raise ConfigError(
@@ -288,7 +295,25 @@ def read_source(source: str | Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
             f"configuration {source!r} has no sections; expected a file that begins with a "
             "section such as 'model:'"
         )
+    odd = next(_odd_keys(data), None)
+    if odd is not None:
+        raise ConfigError(
+            f"configuration {source!r}: the key {odd} is not a text; put it in quotes"
+        )
     return data, path.resolve().parent
+
+
+def _is_yaml(source: str) -> bool:
+    return Path(source).suffix in (".yaml", ".yml")
+
+
+def _odd_keys(data: Mapping[Any, Any], where: str = "") -> Iterator[str]:
+    """Yields the keys that YAML reads as numbers, booleans or dates."""
+    for key, value in data.items():
+        if not isinstance(key, str):
+            yield f"{key} of {where!r}" if where else f"{key}"
+        elif isinstance(value, dict):
+            yield from _odd_keys(value, f"{where}.{key}" if where else key)
 
 
 def given_settings(source: str, overrides: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

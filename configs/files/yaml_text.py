@@ -7,6 +7,7 @@ by event, which costs no more than its length, and is loaded only if it is withi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,32 @@ holds."""
 MAX_PLAIN_CHARS = 1024
 """Maximum length of an unquoted value, which may be a number: parsing a long number is slow."""
 
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_BASE: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_BASE):  # type: ignore[misc]
+    """Reads numbers as PyYAML does, except those of YAML 1.1 in base 8 (`010`) and 60 (`12:30`),
+    which YAML 1.2 does not have: these are texts."""
+
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in forms if not tag.endswith((":int", ":float"))]
+        for first, forms in _BASE.yaml_implicit_resolvers.items()
+    }
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int",
+    re.compile(r"[-+]?(0|[1-9][0-9_]*|0b[01_]+|0x[0-9a-fA-F_]+)$"),
+    [*"-+0123456789"],
+)
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"([-+]?[0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9][0-9_]*([eE][-+][0-9]+)?"
+        r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"
+    ),
+    [*"-+.0123456789"],
+)
 
 
 def read_yaml_file(path: Path) -> Any:
@@ -42,7 +68,7 @@ def read_yaml(text: bytes, what: str) -> Any:
     try:
         problem = next(_problems(text), None)
         if problem is None:
-            return yaml.load(text, _LOADER)
+            return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date or number
         reason = " ".join(str(error).split()).replace('in "<byte string>", ', "in ")
         raise ConfigError(f"{what} is not YAML: {reason}") from None
@@ -112,7 +138,7 @@ class _Reader:
 def _problems(text: bytes) -> Iterator[_Problem]:
     """Yields all problems of the text. Syntax errors are raised as exceptions."""
     reader = _Reader()
-    for event in yaml.parse(text, _LOADER):
+    for event in yaml.parse(text, _Loader):
         found = _follow(reader, event)
         if found is None and reader.nodes > MAX_NODES:
             found = (

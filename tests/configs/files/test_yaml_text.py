@@ -133,6 +133,51 @@ def test_repeated_keys_in_a_file_of_ray_serve_are_refused(tmp_path: Path) -> Non
         read_source(str(path))
 
 
+@pytest.mark.parametrize("written", ["12:30", "1:2:3", "190:20:30.15", "010", "0777", "-017", "08"])
+def test_a_number_is_decimal_or_a_text(written: str) -> None:
+    """YAML 1.1 would read these in base 60 or 8."""
+    assert read_yaml(f"a: {written}".encode(), "it") == {"a": written}
+    with pytest.raises(ConfigError, match=rf"serve\.port='{written}': Expected `int`"):
+        load({"model": {"path": "m"}}, dict([parse_override(f"serve.port={written}")]))
+    named = load({"model": {"path": "m"}}, dict([parse_override(f"model.name={written}")]))
+    assert named.model.name == written
+
+
+@given(st.integers() | st.floats(allow_nan=False))
+def test_other_numbers_are_read_as_yaml_writes_them(value: float) -> None:
+    assert read_yaml(yaml.safe_dump({"a": value}).encode(), "it") == {"a": value}
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("model: {path: 5}", "model.path=5: Expected `str`"),
+        ("model: {pth: m}", "unknown key 'model.pth'"),
+        ("modle: {path: m}", "unknown key 'modle'"),
+        ("serve: {port: 1}", "the required key 'model' is missing"),
+        ("1: a", "the key 1 is not a text"),
+        ("model: {path: m, 1: 2}", "the key 1 of 'model' is not a text"),
+        ("model: {path: m}\nlora: {adapters: {7: x}}", "the key 7 of 'lora.adapters'"),
+        ("model: {path: m}\nserve: {on: true}", "the key True of 'serve' is not a text"),
+        ("model: {path: m}\nserve: {port: 010}", "serve.port='010': Expected `int`"),
+    ],
+)
+def test_an_error_names_the_file(tmp_path: Path, text: str, reason: str) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(path))
+    assert str(caught.value).startswith(f"configuration {str(path)!r}: {reason}")
+
+
+def test_an_error_of_an_override_does_not_name_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("model: {path: m}")
+    with pytest.raises(ConfigError) as caught:
+        load(str(path), {"serve.port": "x"})
+    assert str(caught.value).startswith("serve.port='x': Expected `int`")
+
+
 def test_texts_within_the_limits_are_read() -> None:
     texts = {
         "a: &a {b: 1}\nc: {<<: *a, b: 2}": {"a": {"b": 1}, "c": {"b": 2}},
