@@ -1,5 +1,6 @@
 """Reads files that other people or programs wrote, and parses JSON of such files. No file is read
-beyond a size limit, and devices and FIFOs are refused, because reading them may never end."""
+beyond a size limit. Devices, FIFOs and files of the kernel (`/proc`) are refused, because reading
+them may never end."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ def digest_file(path: Path, limit_bytes: int, digest_bytes: int) -> str:
 
 def open_regular(path: Path) -> int:
     """Opens a regular file and returns its descriptor. Raises OSError. Opens no other file: a
-    fifo would block until it has a writer, and opening a device may have effects."""
+    fifo would block until it has a writer, and opening a device may have effects. A file system of
+    the kernel has no blocks."""
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(found).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
+        if os.fstat(found).st_size == 0 and os.fstatvfs(found).f_blocks == 0:
+            why = "not a regular file: its contents are made by the kernel"
+            raise OSError(errno.EINVAL, why, str(path))
         return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(found)

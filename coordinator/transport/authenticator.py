@@ -97,22 +97,22 @@ class Authenticator:
                 case zmq.EVENT_ACCEPTED:
                     if not self._pending.accepted(value, time.monotonic()):
                         refused.add(value)
+                        self._log_refusal()
                 case zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._pending.succeeded(time.monotonic())
                 case zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED:
                     self._pending.ended(value)
                     refused.discard(value)
         for connection in refused:
-            self._refuse(connection)
+            _shut_down(connection)
 
-    def _refuse(self, connection: int) -> None:
+    def _log_refusal(self) -> None:
         refused = self._pending.refused
         if refused.bit_count() == 1:  # the first, the second, the fourth ...
             self._log.warning(
                 "connection refused: too many connections are not authenticated yet",
                 refused=refused,
             )
-        _shut_down(connection)
 
 
 def _shut_down(connection: int) -> None:

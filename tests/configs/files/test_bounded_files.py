@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def test_large_files_and_special_files_are_refused(tmp_path: Path, read) -> None
             read(tmp_path / name, LIMIT)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "none", LIMIT)
+
+
+@pytest.mark.parametrize("target", ["/proc/version", "/proc/kmsg", "/proc/self/mem"])
+def test_files_of_the_kernel_are_refused_without_being_opened(tmp_path: Path, target: str) -> None:
+    """They are regular files with size 0, and a read of `/proc/kmsg` waits for messages."""
+    (tmp_path / "link").symlink_to(target)
+    opened: list[str] = []
+    sys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == "open" else None)
+    with pytest.raises(OSError, match="contents are made by the kernel"):
+        read_file(tmp_path / "link", LIMIT)
+    assert not [one for one in opened if one.startswith("/proc/self/fd/")]
 
 
 def test_a_growing_file_is_read_up_to_the_limit(

@@ -7,6 +7,7 @@ import fcntl
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from swell.configs.runtime.log import StructuredLogger
 from swell.coordinator.transport import authenticator
 from swell.coordinator.transport.channel import (
     ChannelAddress,
@@ -182,6 +184,56 @@ def test_untrusted_peers_hold_a_limited_number_of_connections(inbox, peer, door)
     assert_serves(inbox, peer)
     for untrusted_peer in untrusted_peers:
         untrusted_peer.close()
+
+
+def test_few_refusals_are_logged(keys, monkeypatch) -> None:
+    """The first, the second, the fourth and so on, also if the thread finds many connections at
+    once."""
+    accepted = PendingHandshakes.accepted
+    connected = threading.Event()
+    logged: list[int] = []
+
+    def accept_late(pending: PendingHandshakes, connection: int, now: float) -> bool:
+        connected.wait(LONG_S)
+        return accepted(pending, connection, now)
+
+    def warning(self: StructuredLogger, text: str, **fields: int) -> None:
+        logged.append(fields["refused"])
+
+    monkeypatch.setattr(PendingHandshakes, "accepted", accept_late)
+    monkeypatch.setattr(StructuredLogger, "warning", warning)
+    inbox: Inbox[str] = Inbox(str, keys)
+    door = door_of(inbox.address, "tcp")
+    untrusted_peers = [door.connect(LONG_S) for _ in range(MAX_PENDING + SEVERAL)]
+    connected.set()
+    eventually(
+        lambda: sum(is_open(untrusted_peer) for untrusted_peer in untrusted_peers),
+        lambda held: held == MAX_PENDING,
+    )
+    inbox.close()
+    for untrusted_peer in untrusted_peers:
+        untrusted_peer.close()
+    assert logged == [1, 2, 4, 8, 16, 32]
+
+
+def test_nobody_is_accepted_without_the_thread(keys, monkeypatch) -> None:
+    """This includes peers with the keys of the cluster."""
+    ended = threading.Event()
+
+    def answer_nothing(self: authenticator.Authenticator) -> None:
+        ended.wait()
+        self._zap.close()
+        self._monitor.close()
+
+    monkeypatch.setattr(authenticator.Authenticator, "_run", answer_nothing)
+    inbox: Inbox[str] = Inbox(str, keys)
+    outlet = ObservedOutlet(distant(inbox.address), str, keys)
+    outlet.send("hello")
+    assert list(inbox.receive(NEVER_S)) == []
+    assert outlet.next_event() != zmq.EVENT_HANDSHAKE_SUCCEEDED
+    outlet.close()
+    ended.set()
+    inbox.close()
 
 
 def test_a_peer_connects_after_the_timeout_of_untrusted_peers(keys, monkeypatch) -> None:

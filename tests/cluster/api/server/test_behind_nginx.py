@@ -1,4 +1,4 @@
-"""Runs the nginx settings of `docs/guide/requests.md` with a real nginx, in front of a server that
+"""Runs the nginx settings of `docs/operate/proxy.md` with a real nginx, in front of a server that
 waits."""
 
 from __future__ import annotations
