@@ -37,8 +37,8 @@ def digest_file(path: Path, limit_bytes: int, digest_bytes: int) -> str:
 
 def open_regular(path: Path) -> int:
     """Opens a regular file and returns its descriptor. Raises OSError. Opens no other file: a
-    fifo would block until it has a writer, and opening a device may have effects. A file system of
-    the kernel has no blocks."""
+    fifo would block until it has a writer, and opening a device may have effects. The file
+    systems of the kernel are those of size 0."""
     found = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(found).st_mode):

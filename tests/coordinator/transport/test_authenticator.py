@@ -216,7 +216,7 @@ def test_few_refusals_are_logged(keys, monkeypatch) -> None:
     assert logged == [1, 2, 4, 8, 16, 32]
 
 
-def test_nobody_is_accepted_without_the_thread(keys, monkeypatch) -> None:
+def test_all_peers_are_refused_without_the_thread(keys, monkeypatch) -> None:
     """This includes peers with the keys of the cluster."""
     ended = threading.Event()
 

@@ -139,7 +139,7 @@ def test_an_input_can_be_sent_back(value: str) -> None:
     "written",
     [b'"x"', b"5", b"[1]", b"null", b"1e999", b'{"a": 1e}', b'{"a": "\\ud800"}', b'{"\xff": 1}'],
 )
-def test_an_input_that_is_no_object_is_refused(written: bytes) -> None:
+def test_an_input_must_be_an_object(written: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         decode(_CALL_BEGINS + written + _CALL_ENDS, MessagesRequest)
     at = caught.value.param
