@@ -485,8 +485,9 @@ def recovery_s(config: ClusterConfig, first_heard_s: float | None, *, has_moved:
     """Returns how long a restarted coordinator listens in total. `first_heard_s` is when the first
     engine introduced itself. At the predecessor's address, peers reconnect within a second and then
     send a message each heartbeat. At another address (`has_moved`, or the first engine is late),
-    they must first notice that the predecessor is silent; all notice it within a heartbeat of each
-    other."""
+    they must first notice that the predecessor is silent; all that reached it until its end notice
+    it within a heartbeat of each other. After one that was cut off before, the others may come too
+    late, and join again."""
     soon_s = 1.0 + config.heartbeat_s
     limit_s = soon_s + config.stall_timeout_s
     if first_heard_s is None:

@@ -59,6 +59,8 @@ class FaultInjector:
         again."""
         self._away_until = 0.0
         """When the latest outage of Ray's GCS ends."""
+        self.call_failed_at = float("-inf")
+        """When a call through Ray last failed."""
         self._hit: list[Process] = []
         """The processes that the latest fault of a process or link has hit."""
         self.kinds: set[str] = set()
@@ -334,6 +336,7 @@ class FaultInjector:
         actor, call = found
         failure = _FAILURES[fault.target % len(_FAILURES)]
         self._note(fault, f"{actor.name}.{call.method} {failure.value}")
+        self.call_failed_at = self._kernel.now
         failing = [call]
         if fault.target % 4 == 3:
             failing = [each for each in actor.calls if each.caller is call.caller]

@@ -15,6 +15,9 @@ _AGAIN_S = 2.0
 """Two heartbeats."""
 _CALL_S = 8.0
 """The time after which a step of the manager that began with a slow call through Ray is over."""
+_REPEATED_S = 5.0
+"""The time within which the manager has read the roster again after one of its calls has failed: it
+pauses for a second, and waits up to two heartbeats for a newer roster."""
 _LATE_S = 5.0
 """The time within which lost or slow packets have arrived."""
 
@@ -102,6 +105,12 @@ class Calm:
     def calls_are_late(self) -> bool:
         """Whether calls through Ray may be late, so that several of them overlap."""
         return self._kernel.now < self._plane.ray.slow_until + _CALL_S
+
+    @property
+    def calls_were_lost(self) -> bool:
+        """Whether the manager may lack the answer to its last look at the roster, because a call
+        through Ray has failed."""
+        return self._kernel.now < self._faults.call_failed_at + _REPEATED_S
 
     @property
     def manager_acts(self) -> bool:

@@ -16,6 +16,9 @@ _SILENT_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 another one."""
 _START_S = 1.5 * RayOptions.start_s + LOOK_S
 """The longest time from when Ray gives up a coordinator until a look sees its successor."""
+_TOGETHER_S = 2 * HEARTBEAT_S
+"""Engines that lose their coordinator at most this long after each other find the next one before
+its recovery ends."""
 _EXCUSED_S = 2 * STALL_TIMEOUT_S
 """The time after a long disturbance within which its engine may be killed because of it."""
 
@@ -35,6 +38,8 @@ class Disturbances:
         coordinator waited for its messages: when, at the latest."""
         self._coordinators: dict[Process, tuple[float, float]] = {}
         """When each coordinator was alive: from, until."""
+        self._reached_at: dict[tuple[Process, Process], float] = {}
+        """Coordinator and engine -> when the engine last reached the coordinator that it follows."""
 
     def is_disturbed(self, engine: SimEngine) -> bool:
         """Returns whether the engine does not run, hangs, does not reach the coordinator, an engine
@@ -55,9 +60,11 @@ class Disturbances:
         return any(net.is_blocked(process.host, host) for host in hosts)
 
     def follows_an_earlier_coordinator(self, engine: SimEngine) -> bool:
-        """Returns whether the engine follows an earlier coordinator, at another address, that was
-        still alive when Ray gave up its host and began to start the newest one. The engine can
-        notice its silence only later, whether or not the newest one already runs."""
+        """Returns whether the engine follows an earlier coordinator, at another address, whose
+        silence it can notice only later than the newest one expects. The earlier one was still
+        alive when Ray gave up its host and began to start the newest one. Or another engine was cut
+        off from the earlier one before: it introduces itself first, and the newest one ends its
+        recovery as if all engines had noticed the silence at the same time."""
         *earlier, (newest, service) = self._plane.coordinators
         if engine.server is None or newest not in self._coordinators:
             return False
@@ -69,9 +76,18 @@ class Disturbances:
         for process, each in earlier:
             _, until = self._coordinators.get(process, (0.0, 0.0))
             is_unnoticed = now - until < _SILENT_S / self._faults.slowest_clock
-            if each.address == followed and until >= given_up and is_unnoticed:
+            if each.address != followed or not is_unnoticed:
+                continue
+            if until >= given_up or self._was_cut_off_later(engine, process):
                 return True
         return False
+
+    def _was_cut_off_later(self, engine: SimEngine, coordinator: Process) -> bool:
+        """Returns whether another engine had not reached the coordinator for some heartbeats when
+        this one last reached it."""
+        all_at = {own: at for (led_by, own), at in self._reached_at.items() if led_by is coordinator}
+        own_at = all_at.get(engine.process, 0.0)
+        return own_at - min(all_at.values(), default=own_at) > _TOGETHER_S
 
     def look(self, engines: list[SimEngine]) -> None:
         """Records disturbances. A decision about an engine cannot be carried out while Ray's GCS is
@@ -81,6 +97,7 @@ class Disturbances:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
         newest = self._plane.coordinator
         for engine in engines:
+            self._note_reached(engine)
             if newest is not None and newest._recovering:
                 is_late = self._calm.is_late(engine.process, self._plane.coordinators[-1][0])
                 if is_late or self.is_disturbed(engine):
@@ -88,6 +105,14 @@ class Disturbances:
             is_postponed = self._plane.ray.away or not self._calm.manager_acts
             if (is_postponed and self.is_excused(engine)) or self.is_disturbed(engine):
                 self._note(engine)
+
+    def _note_reached(self, engine: SimEngine) -> None:
+        if engine.server is None:
+            return
+        followed = engine.server._coordinator_client._address
+        for process, each in self._plane.coordinators:
+            if each.address == followed and self._calm.reach(process, engine.process):
+                self._reached_at[process, engine.process] = self._kernel.now
 
     def was_ever_disturbed(self, engine: SimEngine) -> bool:
         return engine.process in self._disturbed or engine.process in self._missed

@@ -180,6 +180,7 @@ class KnowledgeWatch:
                 running |= weights
                 waits = len(weights) == 1 and not weights & needed
                 waits = waits and calm.reach(ingress.process, process)
+                waits = waits and not calm.calls_were_lost
                 if self._is_over(("needed", request), _VERSION_S, holds=waits):
                     self._break(f"nobody knows that r{request.number} needs its version")
         for unused in needed - running:

@@ -40,6 +40,23 @@ def test_an_engine_that_was_cut_off_until_the_recovery_rejoins() -> None:
     assert len(run.plane.engines) == 3
 
 
+def test_an_engine_that_notices_the_silence_later_than_others_rejoins() -> None:
+    """The head starts another coordinator 3 s after the earlier one has terminated, because it did
+    not reach its host before. Nor did engine 0: it introduces itself at once, and the recovery ends
+    before engine 1 looks for the new coordinator."""
+    faults = (
+        Fault("half-cut-pair", 3.56, 3, 1.16),
+        Fault("cut-pair", 4.64, 9, 23.78),
+        Fault("kill-control", 10.12, 7),
+    )
+    run = Run(Scenario(83000038, 3, 3, True, (), faults, control_host="host2", rooms=(1, 1, 1)))
+    ranks: list[list[int]] = []
+    run.plane.on_roster.append(lambda before, after, kept: ranks.append(after.ranks))
+    assert run.judge().broken == []
+    assert [0] in ranks and 1 in ranks[-1]
+    assert [each.rank for each in run.plane.engines].count(1) == 1, "nobody has replaced it"
+
+
 def test_a_coordinator_that_is_stopped_while_it_recovers_finds_all_engines() -> None:
     """The coordinator is stopped when the first engine has introduced itself."""
     faults = (
