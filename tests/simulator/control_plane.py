@@ -15,6 +15,8 @@ from swell.cluster.client.engine_core_client import AsyncEngineCoreClient, Metri
 from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutputKind
 from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.routing.admission import TooManyWaiting
+from swell.cluster.client.routing.router import NoEngine
 from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import Config, load
 from swell.coordinator.manager_state import ManagerId, ManagerState
@@ -118,6 +120,8 @@ class SimRequest:
         self.ended_with_ingress = False
         self.was_aborted = False
         """Whether its client has given it up before its end."""
+        self.waited_s = 0.0
+        """How long it waited for the first engine of its ingress, if it was refused then."""
         self.state: RequestState | None = None
         """The state of the request in the ingress; None: not submitted, or refused."""
 
@@ -132,6 +136,9 @@ class SimRequest:
         try:
             kind = RequestOutputKind.DELTA
             self.state = state = llm.submit(request, params, kind)
+            if (timeout_s := self.request.timeout_s) is not None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(timeout_s, llm.expire, [request.request_id], timeout_s)
             async for batch in MergedOutputs([state], params, kind):
                 for _, output in batch:
                     [completion] = output.outputs
@@ -240,16 +247,23 @@ class SimIngress:
         )
 
     def submit(self, request: SimRequest) -> None:
-        """Accepts a request when the ingress has seen an engine. A real client is refused before
-        that, and tries again."""
+        """Accepts a request as soon as the ingress has opened."""
         self.requests.append(request)
         task = partial(self.process.loop.create_task, name=f"r{request.number}")
         self._plane.kernel.soon(self.process, lambda: task(self._submit(request)))
 
     async def _submit(self, request: SimRequest) -> None:
-        while self.llm is None or not self.llm.has_seen_engine:
+        while self.llm is None:
             await asyncio.sleep(_POLL_S)
-        await request.follow(self.llm)
+        begun = self.process.time()
+        try:
+            await self.llm.wait_for_engine()
+            self.llm.check_admission()
+        except (NoEngine, TooManyWaiting) as error:
+            request.waited_s = self.process.time() - begun
+            request.finish(f"{type(error).__name__}: {error}")
+        else:
+            await request.follow(self.llm)
 
 
 class Observers:

@@ -19,6 +19,9 @@ FAST_STEP_S, SLOW_STEP_S = 0.004, 0.03
 """Times of a step. With the slow step, more happens during a request."""
 PATIENT_S, IMPATIENT_S = 60.0, 3.0
 """How long requests wait for an engine: longer than any replacement takes, or not."""
+_DEADLINE_SHARE = 0.2
+"""The share of scenarios in which some requests have a deadline."""
+_TIMEOUTS_S = (0.05, 0.5, 2.0, 8.0, 20.0)
 _BURST_S = 1.0
 _LONG_S = 10.0
 """A fault that lasts longer than this is detected while it lasts."""
@@ -37,6 +40,8 @@ class Request:
     seed: int
     gives_up_after: int | None = None
     """The number of tokens after which the client aborts it; None: it waits for the end."""
+    timeout_s: float | None = None
+    """The time from its arrival to its deadline; None: it may take any time."""
 
     @property
     def is_poison(self) -> bool:
@@ -150,6 +155,23 @@ def draw(
     """Draws a scenario. `num_faults`: maximum number of faults. `num_operations`: maximum number of
     basic operator changes, to which upgrades and reversals are added. `expert`: whether engines
     share experts; None: drawn. `campaigns`: whether some seeds yield campaigns."""
+    scenario = _draw(seed, kinds, num_faults, expert, num_operations, campaigns=campaigns)
+    deadlines = Random(f"deadlines:{seed}")
+    if deadlines.random() < _DEADLINE_SHARE:
+        requests = [_with_deadline(deadlines, request) for request in scenario.requests]
+        scenario = replace(scenario, requests=tuple(requests))
+    return scenario
+
+
+def _draw(
+    seed: int,
+    kinds: tuple[str, ...],
+    num_faults: int,
+    expert: bool | None,
+    num_operations: int,
+    *,
+    campaigns: bool,
+) -> Scenario:
     random = Random(f"scenario:{seed}")
     engines, ingresses = random.randint(1, 3), random.randint(1, 2)
     requests = [_draw_request(random, ingresses) for _ in range(random.randint(1, 12))]
@@ -240,6 +262,11 @@ def _draw_request(random: Random, ingresses: int) -> Request:
         max_tokens = random.randint(100, 300)
         gives_up_after = random.choice((None, random.randint(1, 20)))
     return Request(at, ingress, prompt, max_tokens, random.randrange(9), gives_up_after)
+
+
+def _with_deadline(random: Random, request: Request) -> Request:
+    timeout_s = random.choice(_TIMEOUTS_S) * (0.5 + random.random())
+    return replace(request, timeout_s=timeout_s) if random.random() < 0.5 else request
 
 
 def _aim_at_groups(random: Random, faults: list[Fault]) -> list[Fault]:

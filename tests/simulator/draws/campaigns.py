@@ -13,6 +13,7 @@ from random import Random
 from tests.simulator.draws.faults import draw_time
 from tests.simulator.draws.kinds import BUSY_CHANGES, CHANGES, OF_KIND, SELDOM, Mix
 from tests.simulator.draws.moments import draw_moment
+from tests.simulator.draws.pressures import draw_late_groups, draw_needed_versions
 from tests.simulator.draws.successions import draw_succession
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
@@ -35,6 +36,8 @@ _ARRIVALS_S = 4.0
 """The time after the last moment within which requests arrive."""
 _SUCCESSION_SHARE = 0.2
 """The share of campaigns with a long succession of versions or managers."""
+_PRESSURE_SHARE = 0.35
+"""The share of campaigns that a pressure replaces in most parts."""
 _POISON_SHARE = 0.05
 _CROWD, _CROWD_S = 5, 0.2
 """The greatest number of requests of a crowd, and the time within which they arrive."""
@@ -106,7 +109,7 @@ def draw_campaign(
     if is_tight and random.random() < _FULL_SHARE:
         rooms = _draw_full_rooms(random, engines)
     moves = any(fault.kind == "drain-host" for fault in faults)
-    return replace(
+    campaign = replace(
         scenario,
         engines=engines,
         ingresses=ingresses,
@@ -119,6 +122,11 @@ def draw_campaign(
         slow_load_s=random.choice(_MOVE_LOADS_S if moves else _SLOW_LOADS_S),
         no_engine_timeout_s=random.choice((PATIENT_S, PATIENT_S, IMPATIENT_S)),
     )
+    pressure = Random(f"pressure:{scenario.seed}")
+    if pressure.random() >= _PRESSURE_SHARE:
+        return campaign
+    draw_pressure = draw_late_groups if mix.expert else draw_needed_versions
+    return draw_pressure(pressure, campaign, mix)
 
 
 def _draw_mix(random: Random, kinds: tuple[str, ...], *, expert: bool, is_busy: bool) -> Mix:

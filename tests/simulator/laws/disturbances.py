@@ -39,7 +39,7 @@ class Disturbances:
         self._coordinators: dict[Process, tuple[float, float]] = {}
         """When each coordinator was alive: from, until."""
         self._reached_at: dict[tuple[Process, Process], float] = {}
-        """Coordinator and engine -> when the engine last reached the coordinator that it follows."""
+        """Coordinator and engine -> when the engine last reached it while it followed it."""
 
     def is_disturbed(self, engine: SimEngine) -> bool:
         """Returns whether the engine does not run, hangs, does not reach the coordinator, an engine
@@ -85,7 +85,9 @@ class Disturbances:
     def _was_cut_off_later(self, engine: SimEngine, coordinator: Process) -> bool:
         """Returns whether another engine had not reached the coordinator for some heartbeats when
         this one last reached it."""
-        all_at = {own: at for (led_by, own), at in self._reached_at.items() if led_by is coordinator}
+        all_at = {
+            own: at for (led_by, own), at in self._reached_at.items() if led_by is coordinator
+        }
         own_at = all_at.get(engine.process, 0.0)
         return own_at - min(all_at.values(), default=own_at) > _TOGETHER_S
 

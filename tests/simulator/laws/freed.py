@@ -1,11 +1,14 @@
-"""Laws about resources: nothing is kept for a process or a connection that is gone."""
+"""Laws about resources: nothing is kept for a process or a connection that is gone, or computed for
+nobody."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from swell.cluster.client.engine_connection import EngineConnection, EngineId
 from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.engine.request import Request
 from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimCoordinator, SimEngine
 from tests.simulator.control_plane import (
@@ -14,7 +17,9 @@ from tests.simulator.control_plane import (
     ControlPlane,
     SimIngress,
 )
+from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm, Durations
+from tests.simulator.laws.disturbances import LOOK_S
 from tests.simulator.network.channel import SimOutlet
 
 if TYPE_CHECKING:
@@ -27,6 +32,9 @@ _SUBSCRIBER_S = 8.0 * HEARTBEAT_S
 next publication."""
 _PEER_S = STALL_TIMEOUT_S + 4.0 * HEARTBEAT_S
 """The time within which a coordinator forgets an engine that is gone and not in the roster."""
+_KNOWN_S = 2 * HEARTBEAT_S + 1.0
+"""The time within which an ingress has told an engine that nobody awaits a request: its next
+heartbeat shows lost messages, and the engine finishes a step first."""
 _READY = (Phase.STOPPED, Phase.RUNNING, Phase.PAUSED, Phase.STANDALONE)
 """Phases in which an engine handles messages between its steps."""
 
@@ -41,9 +49,17 @@ class FreedWatch:
         self._durations = Durations(plane)
         self._steps: dict[EngineServer, int] = {}
         """The number of finished steps of each engine at the last look."""
+        self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, float, int]] = {}
+        """Requests that an engine has but no ingress waits for: how long it has computed since, how
+        long its ingress could tell it meanwhile, and its number of steps at the last look."""
+
+        self._opened: dict[EngineConnection, set[bytes]] = {}
+        """The identities that each connection of an ingress to an engine has had."""
 
     def look(self) -> None:
         """A message of a process that is gone may still come while packets are late."""
+        self._note_connections()
+        self._look_at_requests()
         living = self._identities(self._plane.ingresses)
         ending = self._plane.manager.manager._fleet.ending.values()
         ended = {handle.ready.incarnation for handle in ending if handle.ready is not None}
@@ -85,6 +101,63 @@ class FreedWatch:
             if owner.process.alive
             for end in owner.process.ends
             if isinstance(end, SimOutlet) and not end.closed
+        }
+
+    def _look_at_requests(self) -> None:
+        """Checks that an engine computes nothing for long that nobody awaits. An ingress that runs
+        and reaches the engine tells it soon; else the engine notices only that it is silent."""
+        seen, before, slowest = {}, self._unawaited, self._watch.slowest_clock
+        engines = self._plane.living_engines
+        cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
+        busy = [each for each in cores if each[1].scheduler.requests]
+        awaited = self._awaited() if busy else set()
+        for engine, core in busy:
+            steps = core.num_steps
+            for request in core.scheduler.requests.values():
+                attempt = (request.request_id, request.attempt)
+                if attempt in awaited:
+                    continue
+                key = (engine.process, request.client, *attempt)
+                computed_s, known_s, last = before.get(key, (0.0, 0.0, steps))
+                if steps > last:
+                    computed_s += LOOK_S
+                    known_s = known_s + LOOK_S if self._may_know(request, engine) else 0.0
+                seen[key] = computed_s, known_s, steps
+                if known_s > _KNOWN_S / slowest or computed_s > _CLIENT_S / slowest:
+                    self._break(f"{engine.process.name} computes {attempt}, which nobody awaits")
+        self._unawaited = seen
+
+    def _may_know(self, request: Request, engine: SimEngine) -> bool:
+        """Returns whether the ingress of a request reaches the engine over the connection that it
+        had then, or over one that has replaced it: it tells nothing to an engine that was out of
+        the roster meanwhile."""
+        number = int(request.request_id.removeprefix("r"))
+        if number >= len(self._plane.requests):
+            return False  # a probe
+        ingress = self._plane.ingresses[self._plane.requests[number].request.ingress]
+        if ingress.llm is None or engine.server is None:
+            return False
+        if engine.executor.hangs or engine.executor.worker_lost:
+            return False
+        client: Any = ingress.llm._client
+        link = client._connections.get(EngineId(engine.rank, engine.server.incarnation))
+        if request.client not in self._opened.get(link, ()):
+            return False
+        own = ingress.process, engine.process
+        return self._calm.reach(*own) and not self._calm.were_reset(*own)
+
+    def _note_connections(self) -> None:
+        for ingress in self._plane.ingresses:
+            client: Any = None if ingress.llm is None else ingress.llm._client
+            for link in () if client is None else client._connections.values():
+                self._opened.setdefault(link, set()).add(link._outlet.identity)
+
+    def _awaited(self) -> set[tuple[str, int]]:
+        return {
+            (state.request_id, state.attempt)
+            for ingress in self._plane.ingresses
+            if ingress.llm is not None and ingress.process.alive
+            for state in ingress.llm._processor.request_states.values()
         }
 
     def _look_at_clients(self, engine: SimEngine, living: set[bytes]) -> None:

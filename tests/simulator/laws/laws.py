@@ -42,6 +42,8 @@ QUEUED, ROUTED, FINISHED = (
     JourneyEventType.ROUTED,
     JourneyEventType.FINISHED,
 )
+_LATE_S = 0.1
+"""How late an ingress may notice a deadline."""
 _SETTLE_S = 2 * HEARTBEAT_S
 MAX_EVENTS = 20_000
 """The maximum number of events between two looks: ten times as many as there are."""
@@ -77,21 +79,28 @@ class Run:
         )
 
     def judge(self) -> Verdict:
-        plane, kernel = self.plane, self.plane.kernel
+        """Runs the scenario until nothing changes any more."""
+        return self._close(self._run())
+
+    def _close(self, broken: list[str]) -> Verdict:
+        plane, kernel, happened = self.plane, self.plane.kernel, self.faults.happened
+        transitions = self.transitions.finish(happened)
+        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, happened, transitions)
+        plane.close()  # the order of the processes does not matter
+        return verdict
+
+    def _run(self) -> list[str]:
+        kernel = self.plane.kernel
         try:
             with simulated_exits(), logged_defects() as defects:
                 self._run_until_rest(defects)
             broken = [*self._broken_laws(), *defects]
             if not broken:
                 broken = [*self._check_requests(), *self._check_journeys()]
-                broken += [*self._check_poison(), *self._check_rest()]
+                broken += [*self._check_deadlines(), *self._check_poison(), *self._check_rest()]
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
-        happened = self.faults.happened
-        transitions = self.transitions.finish(happened)
-        verdict = Verdict(broken, kernel.events, kernel.checksum, kernel.now, happened, transitions)
-        plane.close()  # the order of the processes does not matter
-        return verdict
+        return broken
 
     def _broken_laws(self) -> list[str]:
         return [*self.plane.kernel.failures, *self.watch.broken, *self.prober.broken]
@@ -167,7 +176,12 @@ class Run:
             expected = expected_tokens(request.prompt, request.max_tokens, request.seed, weights)
             if each.ended_with_ingress:
                 continue
-            if each.end == "abort" and each.gives_up:
+            if each.end.startswith("RequestTimedOut") if each.end else False:
+                if each.token_ids != expected[: len(each.token_ids)]:
+                    broken.append(f"{name} has a wrong text")
+                if not self._has_timed_out(each):
+                    broken.append(f"{name} ended before its deadline: {each.end}")
+            elif each.end == "abort" and each.gives_up:
                 if each.token_ids != expected[: len(each.token_ids)]:
                     broken.append(f"{name} has a wrong text")
             elif each.end is None:
@@ -217,12 +231,41 @@ class Run:
 
     def _has_waited(self, request: SimRequest) -> bool:
         """Returns whether a request waited for its first engine as long as its limit says."""
-        state = request.state
-        if state is None or state.ranks:
+        state, limit_s = request.state, 0.999 * self.plane.scenario.no_engine_timeout_s
+        if state is None:
+            return request.waited_s > limit_s
+        if state.ranks:
             return False
         [queued] = [event.at_s for event in state.journey.events if event.kind is QUEUED]
         waited_s = state.journey.events[-1].at_s - queued
-        return waited_s > 0.999 * self.plane.scenario.no_engine_timeout_s
+        return waited_s > limit_s
+
+    def _has_timed_out(self, request: SimRequest) -> bool:
+        """Returns whether a request has lasted as long as its deadline says."""
+        timeout_s, state = request.request.timeout_s, request.state
+        if timeout_s is None or state is None:
+            return False
+        events = state.journey.events
+        return events[-1].at_s - events[0].at_s > 0.999 * timeout_s
+
+    def _check_deadlines(self) -> list[str]:
+        """Checks that no request outlasts its deadline. An ingress that is stopped notices it
+        later."""
+        broken = []
+        for each in self.plane.requests:
+            timeout_s, state = each.request.timeout_s, each.state
+            if timeout_s is None or state is None or each.ended_with_ingress:
+                continue
+            events = state.journey.events
+            if events[-1].at_s - events[0].at_s > timeout_s + _LATE_S and not self._was_stopped(
+                each
+            ):
+                broken.append(f"r{each.number} outlasts its deadline of {timeout_s:.2f} s")
+        return broken
+
+    def _was_stopped(self, request: SimRequest) -> bool:
+        ingress = self.plane.ingresses[request.request.ingress]
+        return ingress.process.stops > 0
 
     def _check_poison(self) -> list[str]:
         """Checks that poison requests are given up after `MAX_FAILED_ATTEMPTS` terminated
@@ -270,8 +313,9 @@ class Run:
         tokens = sum(len(request.token_ids) for request in ingress.requests)
         if usage.output_tokens != tokens:
             broken.append(f"{name} counts {usage.output_tokens} tokens, not {tokens}")
-        if len(usage.finished) != len(ingress.requests):
-            broken.append(f"{name} counts {len(usage.finished)} of {len(ingress.requests)} ends")
+        accepted = [request for request in ingress.requests if request.state is not None]
+        if len(usage.finished) != len(accepted):
+            broken.append(f"{name} counts {len(usage.finished)} of {len(accepted)} ends")
         return broken
 
     def _check_engine(self, engine: SimEngine) -> list[str]:

@@ -63,6 +63,8 @@ class MembershipWatch:
         """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
         """The members in the newest view of each ingress, and the coordinator at that time."""
+        self._viewed_at: dict[SimIngress, float] = {}
+        """When that view came. What has happened since may be forgotten in much later ones."""
         self._alone: set[SimEngine] = set()
         """Engines that served without a group at the last look."""
         plane.on_detach.append(self._on_detach)
@@ -348,13 +350,17 @@ class MembershipWatch:
         if newest is not None and ingress.coordinator_address != newest.address:
             newest = None
         gone = known.keys() - members.keys() - {*view.roster.left}
-        for incarnation in gone if newest is earlier is not None else ():
+        is_late = self._kernel.now - self._viewed_at.get(ingress, 0.0) > STALL_TIMEOUT_S
+        for incarnation in () if newest is None or is_late else gone:
             coordinator, engine = self._asked.get(incarnation, (newest, None))
             if incarnation not in self._asked:
                 self._look_at_vanished(incarnation)
+            elif newest is not earlier:
+                continue
             elif engine is not None and coordinator is newest and self._has_left(engine):
                 self._break(f"{engine.process.name} was asked to leave, and counts as lost")
         self._viewed[ingress] = newest, members
+        self._viewed_at[ingress] = self._kernel.now
 
     def _has_left(self, engine: SimEngine) -> bool:
         """Returns whether the engine did not die or fall silent before it left: a process that has

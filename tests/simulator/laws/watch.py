@@ -49,13 +49,9 @@ detected after twice the stall timeout with work (`engine_monitor.py`). A reques
 hanging engine to the next."""
 _COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
 """The bound of a request's computing time: seconds, and steps for each of its tokens."""
-_LOSS_S = 2 * HEARTBEAT_S
-"""The time until the loss of a connection's messages is noticed, and the engine knows."""
 _SPLIT_S = 3 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time within which a group whose engines do not all reach each other continues without one of
 them: its steps stop, as if an engine hung, or it does not form (`forming_monitor.py`)."""
-_RETRANSMISSIONS_S = 2.5
-"""The delay by retransmissions of two or more messages in a row."""
 _SHRINK_S = 20.0
 """The time within which engines above the target number have left."""
 
@@ -79,9 +75,6 @@ class Watch:
         self._queued_s: defaultdict[str, float] = defaultdict(float)
         """For how long each request has waited in an engine while others had the engine's rows or
         blocks."""
-        self._unawaited: dict[tuple[Process, bytes, str, int], tuple[float, int]] = {}
-        """Requests that an engine has but no ingress waits for: how long it has computed since, and
-        its number of steps at the last look."""
         self._calm = Calm(plane, faults)
         self._disturbances = Disturbances(plane, faults, self._calm)
         self.leaving: dict[Process, float] = {}
@@ -120,7 +113,6 @@ class Watch:
         engines = self._plane.living_engines
         self._look_at_group(engines)
         self._look_at_requests(engines)
-        self._look_at_engines(engines)
         self._disturbances.look(engines)
         self._look_at_roster(engines)
         self._look_at_pause()
@@ -349,39 +341,6 @@ class Watch:
         steps = _COMPUTE_STEPS * request.request.max_tokens
         return _COMPUTE_S + steps * self._plane.scenario.step_s
 
-    # ---------------------------------------------------------------- no useless computation
-
-    def _look_at_engines(self, engines: list[SimEngine]) -> None:
-        faults = self._faults
-        bound_s = SILENCE_S if faults.kinds - {"drop", "loss", "flap"} else LOOK_S
-        if faults.kinds and bound_s == LOOK_S:
-            bound_s = _LOSS_S + (not {"loss", "flap"}.isdisjoint(faults.kinds)) * _RETRANSMISSIONS_S
-        seen, before = {}, self._unawaited
-        cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
-        busy = [each for each in cores if each[1].scheduler.requests]
-        awaited = self._awaited() if busy else set()
-        for engine, core in busy:
-            steps = core.num_steps
-            for request in core.scheduler.requests.values():
-                attempt = (request.request_id, request.attempt)
-                if attempt in awaited:
-                    continue
-                key = (engine.process, request.client, *attempt)
-                computed_s, last = before.get(key, (0.0, steps))
-                computed_s += LOOK_S if steps > last else 0.0
-                seen[key] = computed_s, steps
-                if computed_s > bound_s / faults.slowest_clock:
-                    self._break(f"{engine.process.name} computes {attempt}, which nobody awaits")
-        self._unawaited = seen
-
-    def _awaited(self) -> set[tuple[str, int]]:
-        return {
-            (state.request_id, state.attempt)
-            for ingress in self._plane.ingresses
-            if ingress.llm is not None and ingress.process.alive
-            for state in ingress.llm._processor.request_states.values()
-        }
-
     # ---------------------------------------------------------------- no healthy engine is killed
 
     def _look_at_roster(self, engines: list[SimEngine]) -> None:
@@ -419,7 +378,10 @@ class Watch:
         until it asks again."""
         ray = self._plane.ray
         since = ray.withdrawn.get(host)
-        return host in ray.draining or (since is not None and self._kernel.now < since + _NOTICE_S)
+        if since is None:
+            return host in ray.draining
+        is_known = self._kernel.now > since + _NOTICE_S and not self._calm.calls_are_late
+        return host in ray.draining or not is_known
 
     def _on_detach(self, ranks: list[int]) -> None:
         """Checks that a leaving engine has had enough time to finish its requests, unless it was

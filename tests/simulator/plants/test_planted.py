@@ -32,7 +32,7 @@ SEEDS = {
     "coordinator: nobody stalls": 0,
     "coordinator: an engine that is kept goes on leaving": 0,
     "coordinator: who was asked to leave counts as lost": 1,
-    "coordinator: it knows the versions of one ingress only": 73995000001,
+    "coordinator: it knows the versions of one ingress only": 0,
     "coordinator: a recovery begins no epoch": 73995000025,
     "coordinator: whose repair is not heard of stays out": 81000006,
     "coordinator: time in which it was stopped counts as silence": 73995000166,
@@ -40,7 +40,7 @@ SEEDS = {
     "manager: a start that failed counts for ever": 73995000019,
     "manager: one that was replaced leads on": 73995000066,
     "coordinator: a message of an earlier engine counts as one of its successor": 81000069,
-    "coordinator: it keeps any state of a manager": 73995000016,
+    "coordinator: it keeps any state of a manager": 2,
     "coordinator: an engine that is repaired leaves no longer": 73995000000,
     "manager: a start that is cancelled goes on": 73995000004,
     "ingress: it does not hear what engines begin": 73995000011,
@@ -64,7 +64,7 @@ SEEDS = {
     "manager: an idle engine does not leave": 73995000002,
     "manager: the status has workers that were replaced": 73995000005,
     "ingress: it ignores that a client gives up": 1,
-    "ingress: a request waits for an engine without limit": 73995000118,
+    "ingress: a request waits for an engine without limit": 84000001,
     "coordinator: an engine that is kept is detached": 0,
     "coordinator: a dead engine takes its successor along": 34,
     "manager: a version in use is forgotten": 73995000128,
@@ -73,7 +73,7 @@ SEEDS = {
     "manager: a change that fails returns to a version that was given up": 82000010,
     "manager: it takes the claim of a lost manager for its state": 82000032,
     "manager: an engine whose start is cancelled stays in the roster": 73995000018,
-    "manager: an engine that leaves by mistake is not kept": 73995000891,
+    "manager: an engine that leaves by mistake is not kept": 73995000995,
 }
 """For each bug, a seed that finds it."""
 
