@@ -25,6 +25,12 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "dory": {
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
+        "n_input_layers": 2,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 0,
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "cosmos3_edge"), MROPE),
     **dict.fromkeys(("glm4v", "glm46v", "glmga", "glm_ocr"), MROPE),
