@@ -19,6 +19,9 @@ MAX_REASON_CHARS = 300
 _NOTHING_FITS = "NoExtensionBias"
 """The beginning of the library's error if no token may follow."""
 
+_UNSATISFIABLE = "Unsatisfiable schema"
+"""The beginning of its error if no value fits a schema."""
+
 _EXCERPT = re.compile(r"\n[ \t]*\d+ \| ")
 _PLACE = re.compile(r"^(?:at )?\d+\(\d+\): ")
 
@@ -46,6 +49,11 @@ def is_empty_terminal(expression: str) -> bool:
     if reason and not reason.startswith(_NOTHING_FITS):
         raise ValueError(reason)
     return bool(reason)
+
+
+def is_empty_rule(expression: str) -> bool:
+    """Returns whether no text matches the expression of a rule, as far as the library finds."""
+    return _reason(f"start: {expression}".encode()).startswith((_NOTHING_FITS, _UNSATISFIABLE))
 
 
 def check_bytes(text: str, param: str, limit: int = MAX_BYTES) -> bytes:

@@ -17,6 +17,7 @@ from swell.cluster.text.grammar.lark_compiler import (
     MAX_BYTES,
     check_bytes,
     compile_lark,
+    is_empty_rule,
     is_empty_terminal,
 )
 from swell.cluster.text.grammar.user_grammar import lark_of
@@ -34,6 +35,7 @@ from swell.cluster.text.json_grammar.string_patterns import (
     lark_expression,
     split_lookahead,
 )
+from swell.cluster.text.json_grammar.string_terminals import LIBRARY_SCHEMA
 from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.sampling_params import (
     BadRequest,
@@ -187,6 +189,8 @@ def inline_json(schema: JsonSchema) -> str:
 
 
 def _is_empty(expression: str) -> bool:
+    if expression.startswith(LIBRARY_SCHEMA):
+        return is_empty_rule(expression)
     try:
         return is_empty_terminal(expression)
     except ValueError as error:

@@ -98,7 +98,7 @@ class _Translation:
                 self._at += 1
                 return _NOT_LINE_END
             case "{" if self._pattern.startswith("{,", self._at):
-                raise InvalidPattern("has {, which is no quantifier: write {0, or \\{")
+                raise InvalidPattern("has {, without a first number: write {0, or \\{")
         self._at += 1
         return char if char in "^$|)" else _literal(ord(char))
 

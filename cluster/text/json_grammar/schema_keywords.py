@@ -36,7 +36,7 @@ from swell.cluster.text.json_grammar.schema_nodes import (
     mapped,
     shown_value,
 )
-from swell.cluster.text.json_grammar.schema_values import check_values
+from swell.cluster.text.json_grammar.schema_values import bounds, check_values
 from swell.cluster.text.json_grammar.string_patterns import (
     fixed_texts,
     looks_around,
@@ -123,6 +123,9 @@ class SchemaKeywords:
             raise SchemaError(f"has {at(path, '$id')} in a part with references; leave out the $id")
         cleaned = dict(node)
         for keyword in sorted(_RULES.keys() & node.keys(), key=_ORDER.__getitem__):
+            if keyword in _CONCERNED and _CONCERNED[keyword] not in _kinds(node):
+                cleaned = _without(cleaned, keyword)
+                continue
             rest = _RULES[keyword](self, cleaned, path)
             if rest is None:
                 return False
@@ -164,6 +167,9 @@ class SchemaKeywords:
             self._num_nodes += found.num_schemas + len(found.names) + len(found.patterns)
         return found
 
+    def resolve(self, reference: Any, path: str) -> Schema:
+        return self._references.resolve(reference, path)[1]
+
     def refuse(self, node: JsonObject, path: str, *keywords: str) -> JsonObject:
         """Raises SchemaError for keywords that no grammar can enforce, or removes them if they are
         ignored."""
@@ -201,17 +207,35 @@ def _is_true(schema: JsonValue) -> bool:
     return schema is True or schema == {}
 
 
+_EVERY_KIND = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+
+
+def _kinds(node: JsonObject) -> frozenset[Any]:
+    """Returns the kinds of values that the `type` of a node allows. Every integer is a number."""
+    names = node.get("type", [*_EVERY_KIND])
+    kinds = {
+        name for name in (names if isinstance(names, list) else [names]) if isinstance(name, str)
+    }
+    return frozenset(kinds | ({"integer"} if "number" in kinds else set()))
+
+
 def _not(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema | None:
     inner = node["not"]
     if inner is False or (isinstance(inner, dict) and _is_true(inner.get("not"))):
+        return _without(node, "not")
+    if isinstance(inner, dict) and not _kinds(inner) & _kinds(node):
         return _without(node, "not")
     return None if _is_true(inner) else keywords.refuse(node, path, "not")
 
 
 def _if(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
+    rest = _without(node, "if", "then", "else")
     branches = [node[key] for key in ("then", "else") if key in node]
     if "if" not in node or all(map(_is_true, branches)):
-        return _without(node, "if", "then", "else")
+        return rest
+    if node["if"] is False or _is_true(node["if"]):
+        branch = node.get("then" if _is_true(node["if"]) else "else", True)
+        return rest if _is_true(branch) else _beside(rest, path, branch)
     return keywords.refuse(node, path, "if", "then", "else")
 
 
@@ -224,15 +248,22 @@ def _unique_items(keywords: SchemaKeywords, node: JsonSchema, path: str) -> Json
 
 def _contains(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     names = ("contains", "minContains", "maxContains")
+    rest = _without(node, *names)
     if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
-        return _without(node, *names)
+        return rest
+    if _is_true(node["contains"]):
+        counts: JsonSchema = {"minItems": node.get("minContains", 1)}
+        counts |= {"maxItems": node["maxContains"]} if "maxContains" in node else {}
+        return _beside(rest, path, counts)
     return keywords.refuse(node, path, *names)
 
 
 def _dependent(keyword: str) -> _Rule:
     def rule(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
         value = node[keyword]
-        if isinstance(value, dict) and all(one == [] or _is_true(one) for one in value.values()):
+        if isinstance(value, dict) and all(
+            one in ([], [name]) or _is_true(one) for name, one in value.items()
+        ):
             return _without(node, keyword)
         return keywords.refuse(node, path, keyword)
 
@@ -240,33 +271,69 @@ def _dependent(keyword: str) -> _Rule:
 
 
 def _property_names(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
-    names = node["propertyNames"]
-    if names is True or (isinstance(names, dict) and _accepts_only_text(names)):
-        return _without(node, "propertyNames")
-    texts = names.get("enum") if isinstance(names, dict) else None
-    if not isinstance(texts, list) or not set(names) <= _NAME_ANNOTATIONS | {"enum"}:
-        parts = _parts_of_names(names)
-        if parts is None:
-            return keywords.refuse(node, path, "propertyNames")
-        return _beside(_without(node, "propertyNames"), path, *parts)
-    if "patternProperties" in node:
-        return _beside(_without(node, "propertyNames"), path, _only(texts))
+    limits = _limits_of_names(keywords, node["propertyNames"], at(path, "propertyNames"))
+    rest = _without(node, "propertyNames")
+    if limits is None:
+        return keywords.refuse(node, path, "propertyNames")
+    if len(limits) != 1 or "enum" not in limits[0] or "patternProperties" in node:
+        parts = [_object_of(limit) for limit in limits]
+        return _beside(rest, path, *parts) if parts else rest
     # A name that is not in the list is neither an additional nor a known property.
+    texts = limits[0]["enum"]
     properties, others = mapped(node, "properties", path), node.get("additionalProperties", True)
     named = {name: properties.get(name, others) for name in texts if isinstance(name, str)}
     return {
-        **_without(node, "propertyNames"),
+        **rest,
         "properties": {**{name: False for name in properties if name not in named}, **named},
         "additionalProperties": False,
     }
 
 
-_NAME_ANNOTATIONS = {"type", "title", "description", "$comment"}
+_UNSUPPORTED_NAMES = frozenset(
+    ("anyOf", "oneOf", "not", "then", "else", "$dynamicRef", "$recursiveRef")
+)
+"""Keywords that may constrain a name in a way that no keyword of an object expresses."""
+_MAX_NAME_SCHEMAS = 100
 
 
-def _accepts_only_text(names: JsonSchema) -> bool:
-    kind = names.get("type", "string")
-    return set(names) <= _NAME_ANNOTATIONS and (kind == "string" or "string" in kind)
+def _limits_of_names(keywords: SchemaKeywords, names: object, path: str) -> list[JsonSchema] | None:
+    """Returns the constraints on names, each as `enum` or `pattern`. Returns None if there are
+    others. Annotations, and keywords of other kinds of values, constrain no name."""
+    limits: list[JsonSchema] = []
+    waiting, seen = [names], set[int]()
+    while waiting:
+        one = checked(waiting.pop(), path)
+        if isinstance(one, bool):
+            limits += [] if one else [{"enum": []}]
+            continue
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        others = {key for key in _UNSUPPORTED_NAMES & set(one) if (key, one[key]) != ("not", False)}
+        if others or one.get("format") in FORMATS or len(seen) > _MAX_NAME_SCHEMAS:
+            return None
+        if "string" not in _kinds(one):
+            limits.append({"enum": []})
+        limits += [{"enum": listed(one, "enum", path)}] if "enum" in one else []
+        limits += [{"enum": [one["const"]]}] if "const" in one else []
+        least, most = bounds([one], "minLength", "maxLength")
+        patterns = [one["pattern"]] if "pattern" in one else []
+        if least or most is not None:
+            patterns.append(rf"^[\s\S]{{{least},{'' if most is None else most}}}$")
+        if not all(map(_is_searched, patterns)):
+            return None
+        limits += [{"pattern": pattern} for pattern in patterns]
+        waiting += listed(one, "allOf", path)
+        if "$ref" in one:
+            waiting.append(keywords.resolve(one["$ref"], at(path, "$ref")))
+    return limits
+
+
+def _object_of(limit: JsonSchema) -> JsonSchema:
+    """Returns the schema of objects whose names have a constraint."""
+    if "enum" in limit:
+        return _only(limit["enum"])
+    return {"patternProperties": {limit["pattern"]: True}, "additionalProperties": False}
 
 
 def _beside(node: JsonSchema, path: str, *schemas: JsonSchema) -> JsonSchema:
@@ -278,29 +345,6 @@ def _only(texts: list[Any]) -> JsonSchema:
     """Returns the schema of objects that have only properties with these names."""
     named = {text: True for text in texts if isinstance(text, str)}
     return {"properties": named, "additionalProperties": False}
-
-
-def _parts_of_names(names: object) -> list[JsonSchema] | None:
-    """Returns schemas of the object that together mean the same as `propertyNames`. Returns None
-    if there are none."""
-    if names is False:
-        return [_only([])]
-    known = _NAME_ANNOTATIONS | {"enum", "const", "pattern", "minLength", "maxLength"}
-    if not isinstance(names, dict) or not set(names) <= known:
-        return None
-    if not _accepts_only_text({"type": names.get("type", "string")}):
-        return [_only([])]
-    least, most = names.get("minLength", 0), names.get("maxLength", "")
-    patterns = [names["pattern"]] if "pattern" in names else []
-    if least or most != "":
-        patterns.append(rf"^[\s\S]{{{least},{most}}}$")
-    parts = [_only(listed(names, "enum", "propertyNames"))] if "enum" in names else []
-    parts += [_only([names["const"]])] if "const" in names else []
-    for pattern in patterns:
-        if not _is_searched(pattern):
-            return None
-        parts.append({"patternProperties": {pattern: True}, "additionalProperties": False})
-    return parts
 
 
 def _is_searched(pattern: JsonValue) -> bool:
@@ -411,6 +455,14 @@ _RULES: dict[str, _Rule] = {
     "$recursiveRef": _refused("$recursiveRef"),
 }
 
+_CONCERNED = {
+    **dict.fromkeys(("uniqueItems", "contains", "minContains", "maxContains"), "array"),
+    "unevaluatedItems": "array",
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), "object"),
+    **dict.fromkeys(("propertyNames", "unevaluatedProperties"), "object"),
+    "pattern": "string",
+}
+"""Maps keywords to the only kind of values that they constrain."""
 _ORDER = {keyword: place for place, keyword in enumerate(_RULES)}
 
 CLEANED = frozenset(_RULES) - {"format", "pattern", "patternProperties"}

@@ -220,7 +220,9 @@ class SchemaMerger:
         texts = [plain_texts(option) for option in options]
         if texts and all(one is not None for one in texts):
             # One rule instead of one for each text.
-            return self._strings([], [*dict.fromkeys(text for one in texts for text in one or ())])
+            return self._strings(
+                nodes, [], [*dict.fromkeys(text for one in texts for text in one or ())]
+            )
         return [PlaceShape(option) for option in options if option is not None]
 
     def _of_kinds(self, nodes: list[JsonSchema]) -> list[Shape]:
@@ -247,7 +249,7 @@ class SchemaMerger:
         elif "number" in kinds:
             shapes.append(NumberShape(numbers))
         if "string" in kinds:
-            shapes += self._strings(limits, None)
+            shapes += self._strings(nodes, limits, None)
         if "array" in kinds and (array := self._array(nodes)) is not None:
             shapes.append(array)
         if "object" in kinds:
@@ -282,23 +284,39 @@ class SchemaMerger:
                 literals.append("null" if value is None else str(value).lower())
         if literals:
             shapes.append(LiteralShape(literals))
-        return shapes + (self._strings(limits, texts) if texts else [])
+        return shapes + (self._strings(nodes, limits, texts) if texts else [])
 
-    def _strings(self, limits: list[JsonSchema], texts: list[str] | None) -> list[Shape]:
+    def _strings(
+        self, nodes: list[JsonSchema], limits: list[JsonSchema], texts: list[str] | None
+    ) -> list[Shape]:
         least, most = bounds(limits, "minLength", "maxLength")
         if texts is not None:
             texts = [
                 one for one in texts if least <= len(one) and (most is None or len(one) <= most)
             ]
         if most is not None and least > most:
-            self._drop(limits, f"minLength={least} is more than maxLength={most}")
+            self._drop(nodes, f"minLength={least} is more than maxLength={most}")
             return []
         if texts == []:
             return []
         expression, is_terminal = string_rule(limits, texts)
-        if is_terminal and self._is_empty(expression):
+        if self._is_empty_string(expression, is_terminal, limits, texts):
+            self._drop(nodes, "no string has this pattern, length, format and value")
             return []
         return [StringShape(expression, is_terminal, texts)]
+
+    def _is_empty_string(
+        self, expression: str, is_terminal: bool, limits: list[JsonSchema], texts: list[str] | None
+    ) -> bool:
+        if is_terminal:
+            return self._is_empty(expression)
+        keywords = [keyword for limit in limits for keyword in limit]
+        is_combined = len(keywords) + (texts is not None) > 1
+        if not is_combined or not {"pattern", "format"} & set(keywords):
+            return False
+        # Half of the comparisons are for names. Without one, the whole schema may be refused.
+        is_cheap = self._num_probes < MAX_PROBES // 2 and self._probes_s < MAX_PROBES_S / 2
+        return is_cheap and self._is_empty(expression)
 
     def _fixed(self, value: Any) -> JsonSchema:
         """Returns the schema of an array or object with exactly these parts."""

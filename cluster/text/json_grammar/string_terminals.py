@@ -25,13 +25,16 @@ write JSON in lines, but cannot write blanks forever."""
 MAX_MULTIPLE = 10**15
 """The largest multiple in an expression that the library evaluates: it computes in doubles."""
 
+LIBRARY_SCHEMA = "%json "
+"""The beginning of a rule that is a schema of the library."""
+
 _PLAIN = r'/"[^"\\\x00-\x1F\x7F]*"/'
 """A string without escapes: a pattern then matches exactly what is written."""
 
 
 def library_rule(schema: JsonSchema) -> str:
     """Returns `%json {...}`, a schema that the library enforces, as a part of a rule."""
-    return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    return LIBRARY_SCHEMA + json.dumps({**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}})
 
 
 def string_rule(limits: list[JsonSchema], texts: list[str] | None) -> tuple[str, bool]:

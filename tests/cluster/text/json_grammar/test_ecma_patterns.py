@@ -59,7 +59,7 @@ def judged_by_node(texts: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
-def test_the_verdicts_are_those_of_node() -> None:
+def test_node_returns_the_stored_verdicts() -> None:
     assert judged_by_node({one: [*found["texts"]] for one, found in VERDICTS.items()}) == VERDICTS
 
 
