@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -57,10 +58,12 @@ def _splits(request, monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _buffers_are_nan(monkeypatch) -> None:
-    """Fills the buffers for splits with NaN, which must not reach a result."""
+    """Fills the buffers for splits with NaN, which must not reach a result. Behind each there is
+    memory, so that a write after its end fails a test and not the process."""
 
     def filled(self: Tensor, *shape: int, **options: object) -> Tensor:
-        empty = self.new_zeros(shape, **options)
+        size = math.prod(shape)
+        empty = self.new_zeros(size + 4096, **options)[:size].view(shape)
         return empty.fill_(float("nan")) if empty.is_floating_point() else empty
 
     monkeypatch.setattr(Tensor, "new_empty", filled)
@@ -130,6 +133,30 @@ def test_a_group_of_seven_with_heads_of_96(dtype):
 
 def test_heads_that_are_too_large_are_left_to_the_reference():
     check(Case([(2, 20)], 2, 1, 288))
+
+
+@pytest.mark.usefixtures("_splits")
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+@pytest.mark.parametrize("context", [0, 4])
+@pytest.mark.parametrize("added", [0, 3])
+def test_rows_without_tokens_write_nothing(monkeypatch, exact, context, added):
+    """Neither to other tokens nor after the last one: the rows that fill a bucket begin there."""
+    case = Case([(2, 40), (1, 7)], 4, 2, 32)
+    q, k_cache, v_cache, meta = case.paged([0, 1])
+    meta = meta._replace(exact=exact)
+    expected = paged_attention(q, k_cache, v_cache, meta, scale=0.2)
+    padded = meta._replace(
+        query_start=torch.cat([meta.query_start, torch.tensor([3, 3]).int()]),
+        context_tokens=torch.cat([meta.context_tokens, torch.tensor([context] * 2).int()]),
+        block_table=torch.cat([meta.block_table, meta.block_table]),
+    )
+    q = torch.cat([q, torch.full((added, *q.shape[1:]), float("nan"))])
+    memory = torch.full((len(q) + 1, *q.shape[1:]), 7.0)
+    monkeypatch.setattr(torch, "empty", lambda shape, **options: memory[: shape[0]])
+    found = paged_attention(q, k_cache, v_cache, padded, scale=0.2)
+    close(found[:3], expected, torch.float32)
+    assert found.data_ptr() == memory.data_ptr()
+    assert (memory[len(q) :] == 7.0).all(), "memory after the result is written"
 
 
 def test_strided_queries():

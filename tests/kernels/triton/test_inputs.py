@@ -63,8 +63,10 @@ def test_a_step_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("block", [2, 128])
 def test_tokens_are_written_to_their_positions(monkeypatch, block):
     monkeypatch.setattr(inputs, "BLOCK", block)
-    ids = torch.zeros(3, 5, dtype=torch.int32)
+    memory = torch.zeros(4, 5, dtype=torch.int32)
+    ids = memory[1:]
     places = torch.tensor([[2, 4], [-1, 0], [0, 0], [1, 3], [-1, 0]])
     write_tokens(ids, places[:, 0], places[:, 1], torch.tensor([7, 5, 8, 9, 6]))
     assert ids.tolist() == [[8, 0, 0, 0, 0], [0, 0, 0, 9, 0], [0, 0, 0, 0, 7]]
+    assert not memory[0].any(), "a padded entry writes before the first slot"
     write_tokens(ids, *torch.empty(3, 0, dtype=torch.int64))
