@@ -17,7 +17,6 @@ from tests.test_layers import ROOT
 PAGE = (ROOT / "docs" / "design" / "failover.md").read_text()
 SETTINGS = ("failure_threshold", "timeout_ms", "period_ms")
 NOT_OURS = {
-    "Where rounding depends on the batch",
     "The client of an ingress that dies sees a cut connection.",
     "The host of Ray's GCS.",
 }

@@ -293,7 +293,15 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
 }
 
 LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
-    "Where rounding depends on the batch": {},
+    "Where rounding depends on the batch": {
+        "`model.exact: true` is refused for these": (
+            "tests/worker/test_exactness.py"
+            "::test_a_worker_refuses_a_model_whose_rounding_depends_on_the_batch",
+        ),
+        "Other models that transformers computes on CPUs have the same bits in every batch": (
+            "tests/engine/outputs/test_row_bits.py::test_the_bits_of_a_request_do_not_depend_on_its_batch",
+        ),
+    },
     "`model.exact` has not run on a GPU.": {
         "depend on its batch, its chunk or its place in a tile": (
             "tests/kernels/triton/test_linear.py"

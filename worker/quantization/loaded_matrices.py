@@ -210,6 +210,7 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
     for tensor, shard in sorted(shards, key=lambda pair: pair[1].target.storage_offset()):
         is_next = shard.target.storage_offset() == row * weight.shape[1]
         is_whole = tensor.shape == tuple(shard.shape) and shard.target.shape[1:] == weight.shape[1:]
+        is_whole &= shard.target.is_contiguous()  # not transposed
         if not isinstance(tensor, HasIntegers):
             return "stored as floats"
         if not (is_next and is_whole):

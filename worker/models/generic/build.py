@@ -122,13 +122,15 @@ def materialize(causal: Any, device: torch.device, dtype: torch.dtype) -> None:
 
     Works like `from_pretrained`: tensors marked as initialized are not changed.
     """
+    from transformers.pytorch_utils import Conv1D
+
     fp32 = list(causal._keep_in_fp32_modules_strict)
     if dtype == torch.float16:
         fp32 += list(causal._keep_in_fp32_modules)
     late = {
         id(module.weight)
         for module in causal.modules()
-        if type(module) is nn.Linear or isinstance(module, PackedWeight)
+        if type(module) in (nn.Linear, Conv1D) or isinstance(module, PackedWeight)
     }
     made: dict[int, torch.Tensor] = {}
 

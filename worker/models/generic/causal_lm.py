@@ -32,6 +32,7 @@ from swell.worker.models.generic.parallel import (
 )
 from swell.worker.models.generic.products import (
     PackedLinear,
+    TransposedLinear,
     packing_unless_read,
     use_kernels,
 )
@@ -200,7 +201,9 @@ class GenericForCausalLM(nn.Module):
     def _own_weight_shards(self) -> Iterator[WeightShard]:
         seen: set[int] = set()
         for path, module in self._parts:
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear | Experts):
+            if isinstance(
+                module, ColumnParallelLinear | RowParallelLinear | TransposedLinear | Experts
+            ):
                 yield from module.weight_shards(path)
                 continue
             if isinstance(module, ExpertMatrix):

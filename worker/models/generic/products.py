@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from swell.kernels.linear import Weight, embedding, linear
 from swell.worker.layers.packed_weight import HEAD_BITS, PackedWeight, Packing
+from swell.worker.layers.weight_shard import WeightShard, replicated_shard
 
 
 class _ObservedWeight(Tensor):
@@ -104,6 +105,23 @@ class PackedLinear(_Watched, nn.Linear):
         return linear(x, self.own_weight, self.bias)
 
 
+class TransposedLinear(PackedLinear):
+    """A `Conv1D` of GPT-2: a product whose weight is [in, out] in checkpoints."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Self:
+        weight = module.get_parameter("weight").detach().T
+        outputs, inputs = weight.shape
+        made = cls(inputs, outputs, device="meta")
+        made.register_parameter("weight", nn.Parameter(weight.contiguous(), requires_grad=False))
+        made.register_parameter("bias", module.get_parameter("bias"))
+        return made
+
+    def weight_shards(self, name: str) -> Iterator[WeightShard]:
+        yield replicated_shard(f"{name}.weight", self.weight.detach().T)
+        yield replicated_shard(f"{name}.bias", self.bias)
+
+
 class _Embedding(_Watched, nn.Embedding):
     def quantized_bits(self, packing: Packing) -> int | None:
         return HEAD_BITS if packing.bits else None
@@ -116,11 +134,16 @@ class _Embedding(_Watched, nn.Embedding):
 
 
 def use_kernels(model: nn.Module) -> None:
-    """Lets kernels compute every plain `nn.Linear` of a model, and look up the embeddings that
-    share a weight with one."""
+    """Lets kernels compute every plain `nn.Linear` and `Conv1D` of a model, and look up the
+    embeddings that share a weight with one."""
+    from transformers.pytorch_utils import Conv1D
+
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     weights = {id(module.weight) for module in linears}
     replacements: dict[nn.Module, nn.Module] = {each: PackedLinear.of(each) for each in linears}
+    for module in model.modules():
+        if type(module) is Conv1D:
+            replacements[module] = TransposedLinear.of(module)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and id(module.weight) in weights:
             replacements[module] = _embedding_class(type(module)).of(module)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.kernels.linear import PackedTensor, pack
@@ -76,6 +77,21 @@ def test_weights_that_only_their_products_read_are_packed() -> None:
     assert isinstance(model.read.weight, Tensor) and model.read.weight is model.shares.weight
     torch.testing.assert_close(model(ids), expected)
     assert len(calls) == 3
+
+
+@packs
+def test_a_transposed_weight_is_packed() -> None:
+    """The bits of a row do not depend on its batch."""
+    torch.manual_seed(0)
+    own = Conv1D(48, 32).requires_grad_(False)
+    model = nn.Sequential(own)
+    x = torch.randn(9, 32)
+    use_kernels(model)
+    (shard, _) = model[0].weight_shards("0")
+    assert shard.shape == own.weight.shape and torch.equal(shard.target, own.weight)
+    pack_weights(model)
+    torch.testing.assert_close(model(x), own(x))
+    assert torch.equal(model(x)[4:5], model(x[4:5]))
 
 
 class ReadsAWeight(nn.Module):
