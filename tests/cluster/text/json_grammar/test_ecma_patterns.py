@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
@@ -181,8 +181,7 @@ def test_a_grammar_accepts_the_texts_that_re_accepts(pattern: str, texts: list[s
         try:
             found = re.compile(pattern, re.ASCII)
         except re.error:
-            assert compiled(pattern)[1]
-            return
+            reject()  # such as [\d--], which only ECMA 262 reads
     texts = [text for text in texts if can_be_written(pattern, text)]
     lark, reason = compiled(pattern)
     if lark:
