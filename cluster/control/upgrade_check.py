@@ -28,7 +28,9 @@ _OF_OPERATOR = "parallel.data"
 
 READ_LIMIT_S = 20.0
 """How long the files of a model may take to read: callers of the manager wait for 30 s."""
-_MAX_READS = 4
+_MAX_READS = 64
+_MAX_READS_PER_FOLDER = 4
+"""A folder that hangs does not keep others from being read."""
 
 Make = Callable[[Config, Any], tuple[Config, list[str]]]
 """Computes the next configuration from the running one and the request, and the requested keys that
@@ -40,13 +42,13 @@ class ModelFileReads:
     its file server."""
 
     def __init__(self, limit_s: float = READ_LIMIT_S) -> None:
-        self._calls = HangingCalls("swell-model-files", _MAX_READS)
+        self._calls = HangingCalls("swell-model-files", _MAX_READS, _MAX_READS_PER_FOLDER)
         self._limit_s = limit_s
 
     async def run(self, make: Make, running: Config, wanted: object) -> tuple[Config, list[str]]:
         """Call `make` in a thread. Raises UpgradeRefused, also after the time limit."""
         try:
-            future = self._calls.submit(lambda: make(running, wanted))
+            future = self._calls.submit(lambda: make(running, wanted), _folder_of(wanted))
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
         except TooManyCalls as error:
             raise UpgradeRefused(str(error)) from None
@@ -56,6 +58,14 @@ class ModelFileReads:
                 "manager's host: their file server may be unavailable; try again, or set another "
                 "folder"
             ) from None
+
+
+def _folder_of(wanted: object) -> str:
+    """Returns the model folder of an unchecked request."""
+    if isinstance(wanted, Mapping):
+        model = wanted.get("model")
+        wanted = model.get("path") if isinstance(model, Mapping) else None
+    return str(wanted)
 
 
 def cluster_id_of(config: Config) -> str:
