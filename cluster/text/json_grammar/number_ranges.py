@@ -64,7 +64,11 @@ class NumberRange(msgspec.Struct, frozen=True):
         high = None
         if self.high is not None:
             high = f"{'less than' if self.high_open else 'at most'} {self.high}"
-        step = None if self.multiple_of is None else f"a multiple of {float(self.multiple_of):g}"
+        step = None
+        if self.multiple_of is not None:
+            numerator, denominator = self.multiple_of.as_integer_ratio()
+            # Not a float, whose maximum may be exceeded.
+            step = f"a multiple of {Decimal(numerator) / Decimal(denominator):.6g}"
         kind = "an integer" if self.integer else None
         return " and ".join(one for one in (kind, low, high, step) if one)
 

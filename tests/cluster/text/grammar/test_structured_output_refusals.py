@@ -49,6 +49,12 @@ REFUSED: dict[str, Schema] = {
         "unevaluatedProperties": False,
     },
     "bound of too many digits": {"type": "integer", "minimum": 10**450},
+    "divisor beyond floats": {
+        "type": "number",
+        "multipleOf": 10**400,
+        "minimum": 1,
+        "maximum": 2,
+    },
     "divisor of no decimal number of digits": {"type": "number", "multipleOf": 1e-50},
     "one of that may overlap": {"oneOf": [{"type": "integer"}, {"type": "number", "minimum": 3}]},
 }
