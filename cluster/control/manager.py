@@ -146,6 +146,7 @@ class ClusterManager:
             await self._fleet.tasks.cancel()
             if not (self.leads and await self._checkpoints.is_leader()):
                 return
+            self._state = control_state.end(self._state)
             try:
                 await self._fleet.wait_idle(self._limits.drain_timeout_s)
             except Exception as error:  # an engine that cannot be drained is terminated anyway
@@ -182,6 +183,7 @@ class ClusterManager:
     async def upgrade(self, config_hash: str, config: Config, *, in_place: bool = False) -> None:
         """Replace all engines by engines with another configuration, or `in_place` only their
         weights. Returns once the request survives this manager. Raises ScaleRefused."""
+        control_state.check_accepts(self._state)
         if in_place:
             control_state.check_awake(self._state)
         try:
@@ -226,6 +228,7 @@ class ClusterManager:
 
     async def save(self) -> None:
         """Store the newest request so that it survives this manager. Raises ScaleRefused."""
+        control_state.check_accepts(self._state)
         if not await self._checkpoints.save(self._checkpoint()):
             raise ScaleRefused(control_state.TAKEN_OVER)
 
@@ -372,7 +375,7 @@ class ClusterManager:
     @property
     def leads(self) -> bool:
         """False: another manager has taken over, and this one does nothing more."""
-        return self._state.leadership is Leadership.LEADER
+        return self._state.leadership in (Leadership.LEADER, Leadership.ENDING)
 
     async def _watch_membership_forever(self) -> None:
         epoch = -1

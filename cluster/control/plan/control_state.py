@@ -41,6 +41,8 @@ class Leadership(enum.Enum):
     CANDIDATE = "candidate"
     """This manager has not taken over yet."""
     LEADER = "leader"
+    ENDING = "ending"
+    """This manager ends the cluster: it still leads, and changes nothing more."""
     DEPOSED = "deposed"
     """Another manager has taken over: this one does nothing more."""
 
@@ -137,8 +139,7 @@ def scale(
     drain_timeout_s: float | None = None,
 ) -> ControlState:
     """Set the target number of engines. Raises ScaleRefused."""
-    if state.leadership is Leadership.DEPOSED:
-        raise ScaleRefused(TAKEN_OVER)
+    check_accepts(state)
     if engines != _within(engines, limits):
         raise ScaleRefused(
             f"engines={engines} must be between cluster.min_engines={limits.min_engines} and "
@@ -174,9 +175,16 @@ def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfi
             raise ScaleRefused(
                 f"engine {rank} is loading the weights of another version: try again when it serves"
             )
+    check_accepts(state)
+    return state
+
+
+def check_accepts(state: ControlState) -> None:
+    """Raises ScaleRefused if this manager makes no more changes."""
     if state.leadership is Leadership.DEPOSED:
         raise ScaleRefused(TAKEN_OVER)
-    return state
+    if state.leadership is Leadership.ENDING:
+        raise ScaleRefused("the cluster is shutting down: nothing can be changed any more")
 
 
 def check_awake(state: ControlState) -> None:
@@ -200,13 +208,17 @@ def depose(state: ControlState) -> ControlState:
     return replace(state, leadership=Leadership.DEPOSED)
 
 
+def end(state: ControlState) -> ControlState:
+    """Record that the manager ends the cluster."""
+    return replace(state, leadership=Leadership.ENDING)
+
+
 def set_pause(
     state: ControlState, pause_requested: bool, sleep: Sleep | None = None
 ) -> ControlState:
     """Start a pause, with or without sleep, or end it. During a pause the sleep level only rises:
     no engine wakes up to sleep less deeply. Raises ScaleRefused."""
-    if state.leadership is Leadership.DEPOSED:
-        raise ScaleRefused(TAKEN_OVER)
+    check_accepts(state)
     if sleep is None:
         sleep = state.sleep if pause_requested else Sleep()
     elif sleep.level < state.sleep.level:

@@ -284,6 +284,7 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             "sleep_level": 0,
             "freed_bytes": 0,
             "workers": [{"rank": 0, "tensor": 0, "pipeline": 0, "pid": 2001}],
+            "start": [],
         }
         assert harness.placement.ranks_of_event("refresh") == [[1]], "its workers are others now"
         await harness.manager.describe()

@@ -9,6 +9,7 @@ import pytest
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.control_state import ScaleRefused
+from swell.configs.schema import load
 from swell.coordinator.manager_state import DesiredState
 from tests.cluster.control.fake_manager import (
     CHECKPOINT_S,
@@ -17,6 +18,7 @@ from tests.cluster.control.fake_manager import (
     busy,
     run,
 )
+from tests.support.paths import NANO
 
 
 def test_engines_of_another_configuration_are_replaced() -> None:
@@ -143,3 +145,35 @@ def test_a_manager_that_is_replaced_while_it_drains_stops_no_engine() -> None:
         harness.coordinator.reports.clear()
 
     run(scenario)
+
+
+async def upgrade(manager: ClusterManager) -> None:
+    await manager.upgrade("another", load(str(NANO)))
+
+
+async def pause(manager: ClusterManager) -> None:
+    await manager.pause()
+
+
+async def resume(manager: ClusterManager) -> None:
+    await manager.resume()
+
+
+@pytest.mark.parametrize("request_change", [scale, drain, upgrade, pause, resume])
+def test_a_manager_that_ends_the_cluster_refuses_changes_and_leaves_nothing(request_change) -> None:
+    """The change is requested while the engines finish their requests."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[0] = busy(0)
+        stopping = asyncio.create_task(harness.manager.stop())
+        await asyncio.sleep(5)
+        with pytest.raises(ScaleRefused, match="shutting down"):
+            await request_change(harness.manager)
+        harness.coordinator.reports.clear()
+        await stopping
+        await asyncio.sleep(100)
+        assert harness.placement.processes == {} and harness.placement.events[-1] == ("close", [])
+        assert harness.manager.target == 2
+
+    run(scenario, data=2)
