@@ -58,7 +58,7 @@ def _splits(request, monkeypatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _buffers_are_nan(monkeypatch) -> None:
-    """Fills the buffers for splits with NaN, which must not reach a result. Behind each there is
+    """Fills the buffers for splits with NaN, which must not reach a result. After each there is
     memory, so that a write after its end fails a test and not the process."""
 
     def filled(self: Tensor, *shape: int, **options: object) -> Tensor:
