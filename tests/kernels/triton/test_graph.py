@@ -95,7 +95,7 @@ def graph(cuda: StubCuda) -> Iterator[ModuleType]:
 
 
 def captured(graph: ModuleType) -> object:
-    return graph.capture(lambda: [torch.ones(2)], (2,))
+    return graph.capture(lambda: [torch.ones(2)], (2,), None)
 
 
 def test_all_graphs_share_a_pool_and_a_stream(cuda: StubCuda, graph: ModuleType) -> None:
@@ -125,7 +125,7 @@ def test_a_capture_that_fails_does_not_prevent_others(
     kept = captured(graph)
     cuda.is_invalid = is_invalid
     with pytest.raises(NotCapturableError, match="out of memory"):
-        graph.capture(fail_in_capture, (2,))
+        graph.capture(fail_in_capture, (2,), None)
     cuda.is_invalid = False
     assert calls == [set(), {1}] and not cuda.recording
     assert kept and captured(graph) and cuda.pools == 1
