@@ -34,7 +34,7 @@ from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
 from swell.engine.core import EngineCore
-from swell.engine.executor import build_executor
+from swell.engine.executor import Executor, build_executor
 from swell.engine.serving.server import EngineServer
 from tests.cluster.store_handle import StoreOfTest
 from tests.e2e.cluster import NANO
@@ -82,8 +82,10 @@ class Manager:
 class InProcessServer:
     """A server that listens on `url`."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, executor: Executor) -> None:
+        """`executor`: that of its engine."""
         self.url = url
+        self.executor = executor
         self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
         self.session = requests.Session()
         """A client for tests that send requests of their own."""
@@ -135,7 +137,7 @@ def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InP
     )
     serving.start()
     port, stop = ready.get(timeout=DEADLINE_S)
-    in_process_server = InProcessServer(f"http://127.0.0.1:{port}")
+    in_process_server = InProcessServer(f"http://127.0.0.1:{port}", executor)
     try:
         yield in_process_server
     finally:

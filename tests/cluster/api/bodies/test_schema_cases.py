@@ -292,7 +292,7 @@ def test_schema_keywords_without_effect_refuse_no_tool(nano: InProcessServer, na
 HELD = {
     "unique items": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "not": ({"type": "string", "not": {"const": "a"}}, "not"),
-    "if": ({"type": "string", "if": {}, "then": {"maxLength": 3}}, "if"),
+    "if": ({"type": "string", "if": {"minLength": 2}, "then": {"maxLength": 3}}, "if"),
     "names by a format": ({"type": "object", "propertyNames": {"format": "uuid"}}, "propertyNames"),
     "look-ahead": ({"type": "string", "pattern": "a(?=b)"}, "pattern"),
 }

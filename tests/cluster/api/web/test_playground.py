@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import pytest
 
-from tests.conformance.in_process_server import InProcessServer, start_in_process_server
+from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput
+from tests.conformance.in_process_server import (
+    DEADLINE_S,
+    InProcessServer,
+    start_in_process_server,
+)
 from tests.support.axe import needs_axe, violations
 from tests.support.browser import Browser, needs_browser
 
@@ -85,8 +92,17 @@ def test_markup_in_an_answer_is_text(page: Browser) -> None:
 
 
 def test_stop_aborts_the_answer_and_frees_the_engine(
-    page: Browser, server: InProcessServer
+    page: Browser, server: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The engine waits after some tokens, so that the answer does not end before it is stopped."""
+    execute, steps, stopped = server.executor.execute, count(), threading.Event()
+
+    def wait_after_some(plan: SchedulerOutput) -> AsyncModelRunnerOutput:
+        if next(steps) >= 30:
+            stopped.wait(DEADLINE_S)
+        return execute(plan)
+
+    monkeypatch.setattr(server.executor, "execute", wait_after_some)
     # A minimum length would end by itself after the longest answer of this model.
     fill(page, temperature="2", schema='{"type": "string", "minLength": 9999}')
     fill(page, max_tokens="")
@@ -95,6 +111,7 @@ def test_stop_aborts_the_answer_and_frees_the_engine(
     page.click("#stop")
     page.until(f"return document.querySelector('{ANSWERS}')")
     assert "stopped by you" in page.text(".answer .meta")
+    stopped.set()
     server.wait_idle()
 
 
