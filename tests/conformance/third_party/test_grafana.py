@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
+
+pytestmark = pytest.mark.slow
 
 DASHBOARD = Path(__file__).parents[3] / "configs" / "grafana" / "swell.json"
 NOT_TYPED = ["/annotations/list/0/titleFormat"]

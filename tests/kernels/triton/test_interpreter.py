@@ -10,6 +10,8 @@ from triton.runtime.interpreter import InterpreterError
 
 from tests.kernels.triton import interpreter
 
+pytestmark = pytest.mark.slow
+
 
 @triton.jit
 def _shapes(rows: tl.constexpr, columns: tl.constexpr):
