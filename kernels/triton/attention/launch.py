@@ -82,7 +82,8 @@ class Call(NamedTuple):
         q, k_cache, v_cache, meta, (scale, window, softcap, lookahead, sinks) = self
         (_, kv_heads, block_tokens), head_dim = k_cache.shape[:3], q.shape[2]
         # By itself ptxas uses fewer registers for such tiles than they need, and spills.
-        needs_registers = q.dtype == torch.float32 and self.block_dim <= 128
+        has_empty_lines = block_m % self.group > 0
+        needs_registers = q.dtype == torch.float32 or has_empty_lines
         kernel[(self.programs(block_m) // kv_heads, kv_heads, programs)](
             q, as_pointer(k_cache), as_pointer(v_cache),
             meta.query_start, meta.context_tokens, meta.block_table, sinks,
@@ -90,7 +91,7 @@ class Call(NamedTuple):
             k_cache.stride(0), v_cache.stride(0), meta.block_table.stride(0), scale,
             window or WHOLE_ROW, softcap, lookahead, kv_heads, self.group, head_dim, block_tokens,
             block_m, self._keys(block_m), self.block_dim,
-            maxnreg=255 if needs_registers else None, **own,
+            maxnreg=255 if needs_registers and self.block_dim <= 128 else None, **own,
         )  # fmt: skip
 
 

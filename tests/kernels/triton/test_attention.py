@@ -29,6 +29,7 @@ def launches(dtype: torch.dtype) -> Iterator[Tensor]:
         (64, 64, 64, 8, 64, {"scale": 0.1, "sinks": torch.empty(64)}),
         (64, 64, 28, 4, 128, plain),
         *((1, 1, 32, 32, 96, plain), (8192, 1, 14, 2, 96, both_ways)),
+        *((8192, 1, 14, 2, 64, plain), (64, 64, 14, 2, 64, full)),
     ):
         cache = torch.empty(9, kv_heads, 16, head_dim, dtype=dtype)
         meta = AttentionMetadata(
