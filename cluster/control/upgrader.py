@@ -14,6 +14,7 @@ from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import upgrade, upgrade_plan
 from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.control.plan.control_state import Change, ControlState, ScaleRefused
+from swell.cluster.control.plan.fleet_view import FleetView
 from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
 from swell.cluster.control.plan.upgrade_plan import UpgradePlan
 from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version
@@ -24,6 +25,9 @@ from swell.coordinator.service import Membership
 
 _SAVE_TIMEOUT_S = 10.0
 """How long it may take to store the request; nothing starts before that."""
+_UNREPORTED_HEARTBEATS = 5.0
+"""The time within which the manager learns that answers need the version of a lost engine: each
+ingress reports at every heartbeat, and the manager reads the reports at least every other one."""
 
 
 class Grow(Protocol):
@@ -45,6 +49,8 @@ class Upgrader:
         self._fleet, self._placement = fleet, placement
         self._state = upgrade.take_over(UpgradeRecord(), config_hash, config)
         self._needed: frozenset[str] = frozenset()
+        self._seen_at: dict[str, float] = {}
+        """When the manager last had an engine of each version."""
         self._is_saving = False
         """An upgrade was requested that is not stored yet."""
         self._log = StructuredLogger("cluster.upgrade")
@@ -101,10 +107,11 @@ class Upgrader:
             raise UpgradeRefused(reason)
         if self._is_saving:
             raise UpgradeRefused("another upgrade is being requested: try again in a few seconds")
-        in_use = {name for each in self._fleet.view().engines for name in each.versions}
-        in_use |= self._needed
-        before = self._state
-        self._state = upgrade.begin(before, config_hash, config, in_use, in_place=in_place)
+        view = self._fleet.view()
+        in_use = {name for each in view.engines for name in each.versions} | self._needed
+        self._note_engines(view)
+        before, recent = self._state, self._seen_at
+        self._state = upgrade.begin(before, config_hash, config, in_use, recent, in_place=in_place)
         self._is_saving = True
         try:
             async with asyncio.timeout(_SAVE_TIMEOUT_S):
@@ -133,6 +140,7 @@ class Upgrader:
             return None
         fleet, now = self._fleet, asyncio.get_running_loop().time()
         view, stage = fleet.view(), self.record.stage
+        self._note_engines(view)
         change, asleep = control.change, control.sleep.level > 0
         wanted = (change.target, self._needed, now)
         self._state, plan = upgrade_plan.plan(self._state, view, *wanted, asleep=asleep)
@@ -145,6 +153,14 @@ class Upgrader:
         if plan.changes_something:
             fleet.on_change()
         return plan.wait_s
+
+    def _note_engines(self, view: FleetView) -> None:
+        """Records which versions have engines, and forgets those that have had none for longer than
+        reports of unfinished answers take."""
+        now = asyncio.get_running_loop().time()
+        since = now - _UNREPORTED_HEARTBEATS * self._config.cluster.heartbeat_s
+        self._seen_at = {name: at for name, at in self._seen_at.items() if at >= since}
+        self._seen_at |= {name: now for each in view.engines for name in each.versions}
 
     def _execute(self, plan: UpgradePlan, change: Change, grow: Grow) -> None:
         fleet = self._fleet

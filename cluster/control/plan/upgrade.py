@@ -132,12 +132,15 @@ def begin(
     config_hash: str,
     config: Config,
     in_use: Collection[str],
+    recent: Collection[str] = (),
     *,
     in_place: bool = False,
 ) -> UpgradeState:
     """Set another target version, also during an upgrade. Requesting the version before an upgrade
-    cancels the upgrade. `in_use`: versions of engines and of unfinished responses. `in_place`: only
-    the weights differ, and engines of the lineage keep their processes. Raises UpgradeRefused."""
+    cancels the upgrade. `in_use`: versions of engines and of unfinished responses. `recent`:
+    versions that unfinished responses may need, although no ingress has reported it yet.
+    `in_place`: only the weights differ, and engines of the lineage keep their processes. Raises
+    UpgradeRefused."""
     record = state.record
     wanted = record.get(record.wanted)
     if in_place:
@@ -156,23 +159,25 @@ def begin(
             f"({', '.join(sorted(in_use))}), and the limit is {MAX_VERSIONS}: wait until one of "
             "them has none"
         )
-    return _want(state, config_hash, config, in_use, wanted.weights_lineage if in_place else "")
+    base = wanted.weights_lineage if in_place else ""
+    return _want(state, config_hash, config, {*in_use, *recent}, base)
 
 
 def _want(
-    state: UpgradeState, config_hash: str, config: Config, in_use: Collection[str], base: str = ""
+    state: UpgradeState, config_hash: str, config: Config, kept: Collection[str], base: str = ""
 ) -> UpgradeState:
+    """`kept`: versions that must not be forgotten."""
     record = state.record
     fallback, is_new = _fallback(record), record.stage is UpgradeStage.IN_PROGRESS
     if is_new and config_hash == record.get(fallback).config_hash:
         return _roll_back(state, None)
     version = Version.of(record.versions[-1].number + 1, config_hash, config, base)
-    versions, keep = (*record.versions, version), {record.wanted, fallback, *in_use}
-    kept = (each for each in versions[:-MAX_VERSIONS] if each.name in keep)
+    versions, keep = (*record.versions, version), {record.wanted, fallback, *kept}
+    earlier = (each for each in versions[:-MAX_VERSIONS] if each.name in keep)
     return UpgradeState(
         replace(
             record,
-            versions=(*kept, *versions[-MAX_VERSIONS:]),
+            versions=(*earlier, *versions[-MAX_VERSIONS:]),
             wanted=version.name,
             previous=fallback,
             stage=UpgradeStage.IN_PROGRESS,

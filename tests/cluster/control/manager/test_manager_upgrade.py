@@ -9,7 +9,7 @@ import pytest
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.control_state import ScaleRefused
-from swell.cluster.control.plan.versions import UpgradeStage
+from swell.cluster.control.plan.versions import MAX_VERSIONS, UpgradeStage
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 OLD, NEW = "1-configuration", "2-other"
@@ -168,6 +168,32 @@ def test_the_last_engine_of_a_version_stops_when_no_answer_needs_it() -> None:
         harness.coordinator.reports.clear()
         await harness.settle()
         assert len(harness.placement.processes) == 1
+
+    run(scenario)
+
+
+def test_a_version_is_remembered_until_answers_can_report_that_they_need_it() -> None:
+    """The last engine of the old version dies, and several versions are requested before the next
+    report of an ingress arrives."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        (rank,) = harness.placement.alive
+        harness.coordinator.reports[rank] = busy(rank)
+        await harness.upgrade("other")
+        await until(lambda: harness.versions == [NEW])
+        harness.coordinator.reports.clear()
+        harness.placement.kill_engine(rank)
+        fleet = harness.manager._fleet
+        await until(lambda: all(OLD not in each.versions for each in fleet.view().engines))
+        for number in range(MAX_VERSIONS):
+            await harness.upgrade(f"later{number}")
+            await asyncio.sleep(0.1)
+        harness.coordinator.needed = {OLD}
+        await until(lambda: OLD in [each.version for each in harness.coordinator.roster.members])
+        harness.coordinator.needed = set()
+        await harness.settle()
+        assert harness.versions == [f"{MAX_VERSIONS + 2}-later{MAX_VERSIONS - 1}"]
 
     run(scenario)
 
