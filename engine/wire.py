@@ -280,7 +280,7 @@ class KeepAliveReply(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=Fal
     """`EngineCoreOutputs.seq` of the last message on this connection; 0: there was none."""
     waits_for_coordinator: bool = False
     """Whether the engine must wait for the coordinator before it computes, and the coordinator is
-    silent."""
+    silent or has formed the newest group without this engine."""
 
 
 EngineAnswer = EngineCoreOutputs | KeepAliveReply

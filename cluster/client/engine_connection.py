@@ -99,8 +99,8 @@ class EngineConnection:
         """Number of keep-alives in a row without an answer: the engine is unreachable, runs a step,
         or forms a process group."""
         self.waits_for_coordinator = False
-        """Whether the engine's newest answer says that it is idle and that its coordinator is
-        silent."""
+        """Whether the engine's newest answer says that it computes nothing now:
+        `KeepAliveReply.waits_for_coordinator`."""
         self._log = StructuredLogger("cluster.link", rank=member.rank)
         self._open()
 

@@ -43,7 +43,7 @@ _UNANSWERED_SHARE = 0.5
 """Limit on keep-alives in a row without an answer while the coordinator is silent, as a share of
 the number sent within `silence_s`."""
 _NOT_REACHED = "is not reached by this ingress"
-_WAITS = "waits for the coordinator, which is silent"
+_WAITS = "waits for the coordinator, which is silent or has taken it out of its group"
 _NO_ANSWER = "does not answer this ingress, and the coordinator is silent"
 
 
@@ -82,7 +82,8 @@ class AsyncEngineCoreClient:
     """Follows the roster: connects to engines that join and disconnects from those that leave.
 
     An engine is unreachable if this ingress has not reached it for `silence_s`, or if it reports
-    that it waits for a silent coordinator. While the coordinator reports, it detects engines that
+    that it computes nothing before a command of the coordinator, which is silent or has formed a
+    group without it. While the coordinator reports, it detects engines that
     make no progress; while it is silent, engines that do not answer count as unreachable.
 
     Every `heartbeat_s` this client sends the coordinator the newest epoch that it has seen, the

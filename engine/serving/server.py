@@ -218,7 +218,9 @@ class EngineServer:
 
     @property
     def _waits_for_coordinator(self) -> bool:
-        return self.core.wave_member.needs_coordinator and self._coordinator_client.is_silent
+        member = self.core.wave_member
+        is_left_out = self.rank not in member.ranks
+        return member.needs_coordinator and (is_left_out or self._coordinator_client.is_silent)
 
     def _check_peers(self, now: float) -> None:
         """Every `heartbeat_s`: drops silent clients, and checks the workers while idle."""

@@ -7,7 +7,7 @@ import pytest
 
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
-from tests.simulator.scenario import HOSTS, Fault, Request, Scenario
+from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation, Request, Scenario
 
 _CUT_AT_S = 4.0
 
@@ -31,3 +31,26 @@ def test_an_isolated_manager_kills_no_engine_elsewhere(expert: bool, cut_s: floa
     assert run.judge().broken == []
     assert len(run.plane.coordinators) <= 2, "its successor was ended, too"
     assert first and not set(first) & set(ended)
+
+
+def test_an_engine_that_has_left_its_group_is_not_used() -> None:
+    """The manager stops before it terminates the engine. An ingress that does not hear the
+    coordinator reaches the engine, and does not know that it has left."""
+    cut = Fault("half-cut-pair", _CUT_AT_S, target=5, time_s=20.0)
+    stop = Fault("stop-control", _CUT_AT_S, target=5, time_s=20.0, trigger=AtMessage("detach", 1))
+    scale = Operation(_CUT_AT_S + 1.0, "scale", 1)
+    run = Run(
+        Scenario(
+            0,
+            engines=2,
+            ingresses=2,
+            expert=True,
+            requests=(),
+            faults=(cut, stop),
+            operations=(scale,),
+            control_host=HOSTS[2],
+            rooms=(3, 0, 0),
+        )
+    )
+    assert run.judge().broken == []
+    assert run.prober.num_compared[True] > 1, "the other engine answers"
