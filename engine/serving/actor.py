@@ -50,16 +50,15 @@ class EngineActor:
     """One engine. `start` loads the model, starts to serve and returns `EngineReady`; `ended` waits
     until the engine has stopped."""
 
-    def __init__(
-        self, config: Config, rank: int, coordinator: CoordinatorContact, version: str = ""
-    ) -> None:
+    _coordinator: CoordinatorContact
+
+    def __init__(self, config: Config, rank: int, version: str = "") -> None:
         """`version`: that of the configuration, as the roster lists it."""
         configure_logging()
         self._log = StructuredLogger("engine", rank=rank)
         self._config = config
         self._rank = rank
         self._version = version
-        self._coordinator = coordinator
         self._server: EngineServer | None = None
         self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
@@ -77,9 +76,12 @@ class EngineActor:
         one."""
 
     @ray.method(concurrency_group=_LOADING)  # type: ignore[untyped-decorator]
-    def start(self, placement_group: Any, config: Config, version: str) -> EngineReady:
-        """Loads the model and opens the channel. Raises the exception of a worker or of the
-        configuration.
+    def start(
+        self, placement_group: Any, config: Config, version: str, coordinator: CoordinatorContact
+    ) -> EngineReady:
+        """Loads the model and opens the channel. The engine then follows the coordinator of the
+        newest call: a call during loading may name one that has moved meanwhile. Raises the
+        exception of a worker or of the configuration.
 
         A call during or after loading returns the same result: a manager that adopts an engine
         during its start calls it again. A call with another version, which may differ only in its
@@ -87,6 +89,7 @@ class EngineActor:
         NewWeightsRefused if the weights cannot be used; then the new engine has the previous
         version.
         """
+        self._coordinator = coordinator
         with self._loading:
             self._check_not_ended()
             if self._server is None:

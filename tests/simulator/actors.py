@@ -211,14 +211,13 @@ class SimEngine:
         _restarted: bool,
         config: Config,
         rank: int,
-        coordinator: CoordinatorContact,
         version: str,
     ) -> None:
         self._plane, self.process, self.rank = plane, process, rank
         self.current_version = version
         """The version that it runs, or is about to run."""
         self._task: asyncio.Task[None] | None = None
-        self._config, self._coordinator = config, coordinator
+        self._config = config
         is_later = len(plane.engines) >= plane.scenario.engines
         self._load_s = 0.2 + plane.load_times.random() + is_later * plane.scenario.slow_load_s
         self._loading = asyncio.Lock()
@@ -241,7 +240,10 @@ class SimEngine:
         for call in calls:
             call(self.process)
 
-    async def start(self, _group: Any, config: Config, version: str) -> EngineReady:
+    async def start(
+        self, _group: Any, config: Config, version: str, coordinator: CoordinatorContact
+    ) -> EngineReady:
+        self._coordinator = coordinator
         async with self._loading:
             self._check_not_ended()
             if self.server is None:

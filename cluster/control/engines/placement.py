@@ -247,9 +247,9 @@ class Placement:
         return ready, max(0.0, clock() - began - sum(each.seconds for each in ready.start))
 
     async def _load(self, handle: EngineHandle) -> EngineReady:
-        version = handle.version
-        assert version is not None
-        arguments = (handle.group, version.config, version.name)
+        contact, version = self._coordinator.contact, handle.version
+        assert contact is not None and version is not None
+        arguments = (handle.group, version.config, version.name, contact)
         try:
             ready: EngineReady = await self._ask(handle, "start", *arguments)
         except ActorRaised as error:
@@ -317,8 +317,8 @@ class Placement:
         return f"no room for engine {handle.rank}: it needs {needs}; free: {there}"
 
     async def _create(self, handle: EngineHandle) -> None:
-        contact, version = self._coordinator.contact, handle.version
-        assert contact is not None and version is not None
+        version = handle.version
+        assert version is not None
         handle.in_doubt = True
         handle.actor = await self._ray.create_engine(
             handle.name,
@@ -327,7 +327,6 @@ class Placement:
             num_gpus=room.gpus_of_process(version.config),
             config=version.config,
             rank=handle.rank,
-            coordinator=contact,
             version=version.name,
         )
         handle.in_doubt = False

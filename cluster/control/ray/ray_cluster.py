@@ -45,7 +45,7 @@ from swell.configs.runtime.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.coordinator import Coordinator
 from swell.coordinator.transport.channel import make_keys
-from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
 from swell.engine.executor.process_killer import kill_process
 from swell.engine.serving.actor import EngineActor
@@ -168,7 +168,6 @@ class RayCluster:
         num_gpus: float,
         config: Config,
         rank: int,
-        coordinator: CoordinatorContact,
         version: str,
     ) -> Actor:
         placed = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
@@ -179,7 +178,7 @@ class RayCluster:
             num_gpus=num_gpus,
             scheduling_strategy=placed,
         )
-        return await self._change(partial(options.remote, config, rank, coordinator, version))
+        return await self._change(partial(options.remote, config, rank, version))
 
     async def get_or_create_coordinator(
         self,

@@ -19,7 +19,7 @@ from collections.abc import Awaitable, Mapping
 from typing import Any, Protocol
 
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
 Actor = Any
 """A reference to an actor. Only the port that made it reads it."""
@@ -94,7 +94,6 @@ class RayPort(Protocol):
         num_gpus: float,
         config: Config,
         rank: int,
-        coordinator: CoordinatorContact,
         version: str,
     ) -> Actor:
         """Create an `EngineActor` in the first bundle of the group; Ray never restarts it. Raises

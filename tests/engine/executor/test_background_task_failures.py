@@ -272,7 +272,7 @@ def test_an_engine_whose_loop_failed_logs_the_reason_and_exits(
     answers: list[str | None] = []
     kind = actor.EngineActor.__ray_metadata__.modified_class
     monkeypatch.setattr(actor.time, "sleep", lambda _s: answers.append(shell.ended(0)))
-    shell = kind(CONFIG, 0, None)
+    shell = kind(CONFIG, 0)
     shell._run(Server())
     until_exit = time.monotonic() + SOON_S
     while not deaths:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,8 @@ def shell(monkeypatch: pytest.MonkeyPatch) -> Any:
     coordinator = ThreadRuntime().inbox(CoordinatorMessage, keys)
     kind = actor.EngineActor.__ray_metadata__.modified_class
     contact = CoordinatorContact(coordinator.address, keys, 1)
-    made = kind(load(str(NANO), settings), 0, contact, "1-a")
+    made = kind(load(str(NANO), settings), 0, "1-a")
+    made.contact = contact
     yield made
     made.stop(SUCCESSOR)
     coordinator.close()
@@ -75,11 +77,16 @@ def test_an_engine_listens_at_the_interface_and_has_its_share_of_the_host(
     monkeypatch.setattr(
         worker, "device_of", lambda kind, gpu: (gpus.append(gpu), device_of(kind, gpu))[1]
     )
-    ready = shell.start(None, shell._config, "1-a")
+    ready = start(shell, shell._config, "1-a")
     host, _, port = ready.address.tcp.removeprefix("tcp://").partition(":")
     assert host == "127.0.0.1" and int(port) in PORTS[len(PORTS) // 4 :]
     assert shell._server.core.executor._worker.local_workers == 3
     assert ready.node == "a" and gpus == [1]
+
+
+def start(shell: Any, config: Config, version: str) -> EngineReady:
+    ready: EngineReady = shell.start(None, config, version, shell.contact)
+    return ready
 
 
 def with_weights(shell: Any, folder: Path) -> Config:
@@ -89,7 +96,7 @@ def with_weights(shell: Any, folder: Path) -> Config:
 
 def answer(shell: Any, ready: EngineReady) -> list[int]:
     """Returns greedy tokens of the engine at this address."""
-    keys = shell._coordinator.keys
+    keys = shell.contact.keys
     outlet = ThreadRuntime().outlet(ready.address, EngineCoreOutputs, keys)
     sampler = SamplerParams(temperature=0.0)
     outlet.send(EngineCoreRequest("r", [5, 6, 7, 8], sampler, max_tokens=24))
@@ -106,21 +113,21 @@ def test_a_reloaded_engine_has_a_new_incarnation(shell: Any, tmp_path: Path) -> 
     """An engine that loads other weights gets another address, so that a client that has not
     noticed the change receives no output of the new weights."""
     folder = copy_of(tmp_path / "other", lambda tensors: add_noise(tensors, 1))
-    first = shell.start(None, shell._config, "1-a")
+    first = start(shell, shell._config, "1-a")
     before = answer(shell, first)
-    second = shell.start(None, with_weights(shell, folder), "2-b")
+    second = start(shell, with_weights(shell, folder), "2-b")
     assert (first.version, second.version, shell.adopt(MANAGER)) == ("1-a", "2-b", "2-b")
     assert second.incarnation != first.incarnation and second.address != first.address
     assert second.pid == first.pid and second.limits == first.limits
     after = answer(shell, second)
     assert after != before
-    assert shell.start(None, with_weights(shell, folder), "2-b") == second
-    third = shell.start(None, with_weights(shell, NANO), "3-c")
+    assert start(shell, with_weights(shell, folder), "2-b") == second
+    third = start(shell, with_weights(shell, NANO), "3-c")
     assert answer(shell, third) == before
     assert shell.ended(0.0) is None
     watching = threading.Thread(target=shell.ended, args=(SOON_S,))
     watching.start()
-    shell.start(None, with_weights(shell, folder), "4-d")
+    start(shell, with_weights(shell, folder), "4-d")
     watching.join(SOON_S / 2)
     assert not watching.is_alive(), "few calls may be under way at a time"
 
@@ -133,7 +140,7 @@ def test_a_server_that_cannot_be_created_stops_the_process(
     folder, ended = copy_of(tmp_path / "other"), threading.Event()
     monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
     monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
-    shell.start(None, shell._config, "1-a")
+    start(shell, shell._config, "1-a")
 
     def no_port(*_args: Any, **_options: Any) -> None:
         raise OSError("no port is free")
@@ -141,24 +148,24 @@ def test_a_server_that_cannot_be_created_stops_the_process(
     monkeypatch.setattr(actor, "EngineServer", no_port)
     core = shell._server.core
     with pytest.raises(OSError, match="no port is free"):
-        shell.start(None, with_weights(shell, folder), "2-b")
+        start(shell, with_weights(shell, folder), "2-b")
     assert ended.wait(SOON_S)
     with pytest.raises(RuntimeError, match="has terminated"):
-        shell.start(None, with_weights(shell, folder), "2-b")
+        start(shell, with_weights(shell, folder), "2-b")
     core.shutdown()
 
 
 def test_an_engine_keeps_its_weights_if_new_ones_are_unusable(shell: Any, tmp_path: Path) -> None:
     folder = copy_of(tmp_path / "broken", lose_a_tensor)
-    before = answer(shell, first := shell.start(None, shell._config, "1-a"))
+    before = answer(shell, first := start(shell, shell._config, "1-a"))
     with pytest.raises(NewWeightsRefused, match=r"norm\.weight"):
-        shell.start(None, with_weights(shell, folder), "2-b")
+        start(shell, with_weights(shell, folder), "2-b")
     second = shell.ready()
     assert (
         second.version == shell.adopt(MANAGER) == "1-a" and second.incarnation != first.incarnation
     )
     assert answer(shell, second) == before
-    assert shell.start(None, shell._config, "1-a") == second
+    assert start(shell, shell._config, "1-a") == second
 
 
 def test_a_failed_or_hanging_engine_is_not_reloaded(
@@ -169,7 +176,7 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
     ended = threading.Event()
     monkeypatch.setattr(actor, "_EXIT_GRACE_S", 0.0)
     monkeypatch.setattr(process, "exit_process", lambda name, error: ended.set())
-    shell.start(None, shell._config, "1-a")
+    start(shell, shell._config, "1-a")
     server, hangs, ends_now = shell._server, threading.Event(), threading.Event()
 
     async def hang() -> None:
@@ -182,10 +189,10 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
     server._waker.wake()
     assert hangs.wait(SOON_S)
     with pytest.raises(RuntimeError, match="did not finish within cluster"):
-        shell.start(None, with_weights(shell, tmp_path), "2-b")
+        start(shell, with_weights(shell, tmp_path), "2-b")
     assert ended.wait(SOON_S) and shell.ended(0.0) is not None
     with pytest.raises(RuntimeError, match="has terminated: RuntimeError: its last step"):
-        shell.start(None, with_weights(shell, tmp_path), "2-b")
+        start(shell, with_weights(shell, tmp_path), "2-b")
     ends_now.set()
     shell._thread.join(SOON_S)
 
@@ -205,13 +212,13 @@ def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
     monkeypatch.setattr(actor, "build_executor", build_later)
     errors: list[str] = []
 
-    def start() -> None:
+    def load() -> None:
         try:
-            shell.start(None, shell._config, "1-a")
+            start(shell, shell._config, "1-a")
         except RuntimeError as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=start)
+    thread = threading.Thread(target=load)
     thread.start()
     assert loading.wait(SOON_S)
     shell.stop(MANAGER)
@@ -222,19 +229,49 @@ def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
     assert errors == ["engine 0 has terminated: it was stopped"] and shell._server is None
 
 
+def test_an_engine_follows_the_coordinator_that_the_newest_manager_names(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator and the first manager are lost with their host while the engine loads."""
+    loading, may_load = threading.Event(), threading.Event()
+    build = actor.build_executor
+
+    def build_later(*args: Any, **options: Any) -> Any:
+        loading.set()
+        may_load.wait(SOON_S)
+        return build(*args, **options)
+
+    monkeypatch.setattr(actor, "build_executor", build_later)
+    lost = msgspec.structs.replace(shell.contact.address, machine="lost", tcp="tcp://127.0.0.1:9")
+    calls = [
+        threading.Thread(target=shell.start, args=(None, shell._config, "1-a", contact))
+        for contact in (msgspec.structs.replace(shell.contact, address=lost), shell.contact)
+    ]
+    calls[0].start()
+    assert loading.wait(SOON_S)
+    calls[1].start()
+    until = time.monotonic() + SOON_S
+    while shell._coordinator is not shell.contact and time.monotonic() < until:
+        threading.Event().wait(0.005)
+    may_load.set()
+    for call in calls:
+        call.join(SOON_S)
+    assert shell._server._coordinator_client._address == shell.contact.address
+
+
 def test_a_stopped_engine_has_no_version_for_the_next_manager(shell: Any) -> None:
     """A manager that was lost while it terminated this engine has left its process: the next
     manager must not adopt it."""
-    shell.start(None, shell._config, "1-a")
+    start(shell, shell._config, "1-a")
     assert shell.adopt(MANAGER) == "1-a"
     shell.stop(MANAGER)
-    for call in (lambda: shell.adopt(MANAGER), lambda: shell.start(None, shell._config, "1-a")):
+    for call in (lambda: shell.adopt(MANAGER), lambda: start(shell, shell._config, "1-a")):
         with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
             call()
 
 
 def test_a_late_stop_of_an_earlier_manager_does_not_end_an_adopted_engine(shell: Any) -> None:
-    shell.start(None, shell._config, "1-a")
+    start(shell, shell._config, "1-a")
     assert shell.adopt(SUCCESSOR) == "1-a"
     assert shell.adopt(MANAGER) == "1-a", "a late probe of the first manager"
     with pytest.raises(NotLeading, match="a later manager"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
 from tests.simulator.control_plane import HEARTBEAT_S, STALL_TIMEOUT_S, ControlPlane
 from tests.simulator.faults import FaultInjector
@@ -14,6 +15,8 @@ LOOK_S = 0.25
 _SILENT_S = STALL_TIMEOUT_S + 3 * HEARTBEAT_S
 """The time within which an engine has noticed that its coordinator is silent, and has looked for
 another one."""
+_FIRST_S = 0.25 * STALL_TIMEOUT_S + 1.5 * HEARTBEAT_S
+"""The same for an engine that has never heard a coordinator: see `finder.py`."""
 _START_S = 1.5 * RayOptions.start_s + LOOK_S
 """The longest time from when Ray gives up a coordinator until a look sees its successor."""
 _TOGETHER_S = 2 * HEARTBEAT_S
@@ -40,6 +43,8 @@ class Disturbances:
         """When each coordinator was alive: from, until."""
         self._reached_at: dict[tuple[Process, Process], float] = {}
         """Coordinator and engine -> when the engine last reached it while it followed it."""
+        self._served_at: dict[EngineServer, float] = {}
+        """When each engine was first seen to serve."""
 
     def is_disturbed(self, engine: SimEngine) -> bool:
         """Returns whether the engine does not run, hangs, does not reach the coordinator, an engine
@@ -64,13 +69,17 @@ class Disturbances:
         silence it can notice only later than the newest one expects. The earlier one was still
         alive when Ray gave up its host and began to start the newest one. Or another engine was cut
         off from the earlier one before: it introduces itself first, and the newest one ends its
-        recovery as if all engines had noticed the silence at the same time."""
+        recovery as if all engines had noticed the silence at the same time. Or the engine has just
+        begun to serve, with the address that an earlier manager gave it before it loaded."""
         *earlier, (newest, service) = self._plane.coordinators
         if engine.server is None or newest not in self._coordinators:
             return False
         followed, now = engine.server._coordinator_client._address, self._kernel.now
         if followed == service.address:
             return False
+        served_s = now - self._served_at.get(engine.server, now)
+        if served_s < _FIRST_S / self._faults.slowest_clock:
+            return True
         begun, _ = self._coordinators[newest]
         given_up = begun - _START_S
         for process, each in earlier:
@@ -111,6 +120,7 @@ class Disturbances:
     def _note_reached(self, engine: SimEngine) -> None:
         if engine.server is None:
             return
+        self._served_at.setdefault(engine.server, self._kernel.now)
         followed = engine.server._coordinator_client._address
         for process, each in self._plane.coordinators:
             if each.address == followed and self._calm.reach(process, engine.process):

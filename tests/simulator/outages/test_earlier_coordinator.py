@@ -9,7 +9,14 @@ from swell.coordinator.wave_protocol.wave_interface import Phase
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
 from tests.simulator.laws.watch import Watch
-from tests.simulator.scenario import HOSTS, Fault, Operation, Request, Scenario
+from tests.simulator.scenario import (
+    HOSTS,
+    SLOW_STEP_S,
+    Fault,
+    Operation,
+    Request,
+    Scenario,
+)
 
 _PAUSE_AT_S, _CUT_AT_S, _CUT_S = 3.2, 4.0, 25.0
 _REPLACED_AT_S, _RESUME_AT_S = _CUT_AT_S + 12.0, _CUT_AT_S + 14.0
@@ -35,6 +42,40 @@ def test_an_engine_leaves_although_it_follows_an_earlier_coordinator() -> None:
     plane.on_leave.append(on_leave)
     assert run.judge().broken == []
     assert len(plane.coordinators) == 2 and followed[0]
+
+
+def _run_newcomer() -> Run:
+    """Returns a run in which an engine serves shortly before the newest manager finds it, with the
+    address of a coordinator that was lost while the engine loaded. It must leave at once."""
+    faults = (Fault("kill", 6.32, target=6), Fault("lose-host-for-good", 8.5))
+    return Run(
+        Scenario(
+            7000514,
+            engines=2,
+            ingresses=1,
+            expert=False,
+            requests=(Request(4.63, 0, (0,), 141, 5),),
+            faults=faults,
+            operations=(Operation(5.44, "update_weights", 1),),
+            control_host=HOSTS[1],
+            step_s=SLOW_STEP_S,
+            rooms=(2, 2, 0),
+            prefill_engines=1,
+            slow_load_s=14.6,
+        )
+    )
+
+
+def test_an_engine_that_has_just_begun_to_serve_has_time_to_find_the_coordinator() -> None:
+    assert _run_newcomer().judge().broken == []
+
+
+def test_an_engine_that_could_know_of_the_coordinator_must_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Watch, "may_be_unheard", lambda watch, engine: False)
+    [broken] = _run_newcomer().judge().broken
+    assert broken.endswith("has no requests, and does not leave")
 
 
 def _run_resumed() -> Run:

@@ -16,13 +16,20 @@ from tests.simulator.laws.laws import Run
 from tests.simulator.scenario import HOSTS, AtMessage, Fault, Operation, Request, Scenario
 
 _LOST_AT_S = 4.0
+_UPDATED_AT_S, _UPDATE_S = 30.0, 10.0
+"""When other weights are requested, and within which time all engines have loaded them."""
+_LOOK_S = 0.1
 
 
-def _run(change: Callable[[ControlPlane], None] = lambda plane: None, seed: int = 0) -> Run:
+def _run(
+    change: Callable[[ControlPlane], None] = lambda plane: None,
+    seed: int = 0,
+    operations: tuple[Operation, ...] = (),
+) -> Run:
     """`change` happens half a second before the host is lost."""
     requests = tuple(Request(3.5 + i / 10, i % 2, (1, 2, 3), 24, i) for i in range(8))
     faults = (Fault("lose-host-for-good", _LOST_AT_S, target=0),)
-    run = Run(Scenario(seed, 2, 2, False, requests, faults, control_host=HOSTS[1]))
+    run = Run(Scenario(seed, 2, 2, False, requests, faults, operations, control_host=HOSTS[1]))
     run.plane.kernel.at(_LOST_AT_S - 0.5, WORLD, partial(change, run.plane))
     return run
 
@@ -54,6 +61,24 @@ def test_the_manager_continues_although_its_new_coordinator_dies() -> None:
     )
     verdict = run.judge()
     assert len(verdict.faults) == 3 and verdict.broken == []
+
+
+def test_an_engine_that_loads_other_weights_follows_the_new_coordinator_at_once() -> None:
+    """It was created with the address of the first coordinator."""
+    run = _run(operations=(Operation(_UPDATED_AT_S, "update_weights", 1),))
+    followed: dict[int, bool] = {}
+
+    def look() -> None:
+        for engine in run.plane.living_engines:
+            if engine.server is not None:
+                address = engine.server._coordinator_client._address
+                is_new = address == run.plane.coordinators[-1][1].address
+                followed.setdefault(engine.server.incarnation, is_new)
+
+    for turn in range(int(_UPDATE_S / _LOOK_S)):
+        run.plane.kernel.at(_UPDATED_AT_S + turn * _LOOK_S, WORLD, look)
+    assert run.judge().broken == []
+    assert len(followed) == 4 and all(followed.values())
 
 
 def test_without_a_search_the_new_coordinator_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:

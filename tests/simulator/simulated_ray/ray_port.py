@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from swell.cluster.control.ray.actor_errors import ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, Config
 from swell.coordinator.transport.channel import ChannelKeys
-from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from tests.simulator.kernel.process import Process
 from tests.simulator.simulated_ray.ray import SimPlacementGroup, SimRayCluster
 from tests.simulator.simulated_ray.ray_actor import Concurrency, SimActor
@@ -141,14 +141,13 @@ class SimRay:
         num_gpus: float,
         config: Config,
         rank: int,
-        coordinator: CoordinatorContact,
         version: str,
     ) -> SimActor:
         if (namespace, name) in self._cluster.actors:
             raise ValueError(f"an actor of the name {name} is there already")
 
         def make(process: Process, again: bool) -> Any:
-            return self._cluster.make_engine(process, again, config, rank, coordinator, version)
+            return self._cluster.make_engine(process, again, config, rank, version)
 
         return await self._create(name, namespace, make, concurrency=ENGINE_CALLS, group=group)
 

@@ -10,8 +10,7 @@ import pytest
 
 from swell.cluster.control.ray.actor_errors import ActorDied, ActorUnavailable, GcsUnavailable
 from swell.configs.schema import ClusterConfig, load
-from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.coordinator_contact import CoordinatorContact
+from swell.coordinator.transport.channel import ChannelKeys
 from tests.simulator.kernel.kernel import WORLD, Kernel
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network
@@ -21,7 +20,6 @@ from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, SimRay
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
-CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
 OPTIONS = RayOptions()
 
 
@@ -88,7 +86,7 @@ class RayHosts:
 
     async def engine(self, name: str, cpus: float = 2.0) -> SimActor:
         group = await self.ray.create_group(name, {"CPU": cpus}, 1)
-        return await self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, CONTACT, "")
+        return await self.ray.create_engine(name, "ns", group, 0, CONFIG, 0, "")
 
     async def coordinator(self) -> SimActor:
         endpoint = self.ray.new_endpoint()
@@ -130,7 +128,7 @@ def test_a_failed_change_during_a_gcs_outage_is_applied_before_later_ones() -> N
         group = await hosts.ray.create_group("engine", {"CPU": 1.0}, 1)
         hosts.cluster.set_away(True)
         with pytest.raises(GcsUnavailable):
-            await hosts.ray.create_engine("engine", "ns", group, 0, CONFIG, 0, CONTACT, "")
+            await hosts.ray.create_engine("engine", "ns", group, 0, CONFIG, 0, "")
         hosts.later(1.0, hosts.cluster.set_away, False)
         assert await hosts.ray.actor_names("ns") == ["engine"]
 

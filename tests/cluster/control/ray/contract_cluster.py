@@ -9,13 +9,12 @@ from typing import Any, Protocol
 
 from swell.cluster.control.ray.ray_port import Actor, Group, RayPort
 from swell.configs.schema import ClusterConfig, load
-from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys
-from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
+from swell.coordinator.transport.channel import ChannelKeys
+from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
 VERSION = "2-0f3a91c2d4e5"
-CONTACT = CoordinatorContact(ChannelAddress("m", "i", "t"), KEYS, 1)
 PATIENCE_S = 60.0
 """Time limit in seconds for Ray to notice a death or start a process on a busy machine."""
 OTHER_HOST = "other_host"
@@ -76,9 +75,7 @@ class Cluster:
 
     async def engine_in(self, group: Group, name: str, rank: int = 0) -> Actor:
         self._actors.append(
-            await self.ray.create_engine(
-                name, self.namespace, group, 0, CONFIG, rank, CONTACT, VERSION
-            )
+            await self.ray.create_engine(name, self.namespace, group, 0, CONFIG, rank, VERSION)
         )
         return self._actors[-1]
 

@@ -11,7 +11,6 @@ from swell.cluster.control.ray.actor_errors import ActorDied, ActorError, ActorR
 from swell.coordinator.coordinator import Coordinator
 from swell.engine.serving.actor import EngineActor
 from tests.cluster.control.ray.contract_cluster import (
-    CONTACT,
     OTHER_HOST,
     PATIENCE_S,
     VERSION,
@@ -80,7 +79,7 @@ def test_actors_have_names_in_a_namespace(run) -> None:
         assert await cluster.names() == ["coordinator", "engine-a", "engine-b"]
         found = await ray.find_actor("engine-b", cluster.namespace)
         assert await ray.call(found, "pid") == await ray.call(second, "pid")
-        assert (await ray.call(found, "arguments"))[1:] == (7, CONTACT, VERSION)
+        assert (await ray.call(found, "arguments"))[1:] == (7, VERSION)
         assert await ray.find_actor("engine-b", f"{cluster.namespace}-other") is None
         assert await ray.find_actor("engine-c", cluster.namespace) is None
         with pytest.raises(ValueError, match="engine-a"):
