@@ -46,7 +46,7 @@ def main() -> int:
             scenario = shrink(scenario, lambda smaller: bool(broken_laws & _kinds(smaller)))
         run = Run(scenario)
         run.plane.kernel.log = []
-        verdict = run.judge()
+        verdict = run.judge_to_end()
         for at, label, size in run.plane.kernel.log:
             print(f"{at:12.6f} {label} {size}")
         print(run.plane.scenario)

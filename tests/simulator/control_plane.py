@@ -343,6 +343,7 @@ class ControlPlane(Observers):
         self.contact: CoordinatorContact | None = None
         self.deployed = 0
         """The weights in the configuration with which Serve starts a manager."""
+        self.num_redeploys = 0
         self.operator = Operator(self)
         self.provider = NodeProvider(self) if scenario.autoscaled else None
         self.manager = self._new_manager()
@@ -383,6 +384,7 @@ class ControlPlane(Observers):
     def redeploy(self, weights: int) -> None:
         """Makes Serve replace the manager with one that has another configuration."""
         self.deployed = weights
+        self.num_redeploys += 1
         self.manager.process.kill()
 
     def _look_for_contact(self) -> None:

@@ -3,6 +3,7 @@ then."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -45,8 +46,8 @@ class FaultInjector:
         self.num_hangs = 0
         self.num_stopped_newcomers = 0
         """Number of engines that were stopped while they were not in the roster."""
-        self.lost_workers: set[Process] = set()
-        """Engines that have lost a worker."""
+        self.lost_workers: Counter[Process] = Counter()
+        """How many workers each engine has lost."""
         self.num_poisoned = 0
         """Number of engines that a poison request has terminated."""
         self.slowest_clock = 1.0
@@ -267,7 +268,7 @@ class FaultInjector:
         engine = next((each for each in serving if each.process is process), None)
         if engine is not None and not engine.executor.worker_lost:
             self._note(fault, engine.process.name)
-            self.lost_workers.add(engine.process)
+            self.lost_workers[engine.process] += 1
             self._kernel.soon(engine.process, engine.executor.lose_worker)
 
     def _poison(self, process: Process) -> None:

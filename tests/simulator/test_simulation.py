@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import logging
+from collections import Counter
 
 import pytest
 
 from tests.simulator.faults import FAULTS
 from tests.simulator.kernel.hash_seeds import outputs
-from tests.simulator.laws.laws import Verdict, judge
-from tests.simulator.scenario import draw
+from tests.simulator.laws.laws import Run, Verdict, judge
+from tests.simulator.scenario import SLOW_STEP_S, Fault, Request, Scenario, draw
 
 _CHECKSUMS = """
 from tests.simulator.test_simulation import run_range
@@ -38,6 +39,22 @@ def test_random_faults_break_no_law(first: int) -> None:
     assert {seed: verdict.broken for seed, verdict in verdicts.items() if verdict.broken} == {}
     happened = {line.split()[1] for verdict in verdicts.values() for line in verdict.faults}
     assert happened - {"poison"} == set(FAULTS), "a fault never happens"
+
+
+def test_a_request_may_be_given_up_after_one_engine_has_lost_two_workers() -> None:
+    requests = (Request(3.436, 2, (0,), 6, 7), Request(3.506, 2, (40,), 1, 8))
+    faults = tuple(Fault("lose-worker", at, target=9) for at in (3.53, 3.708))
+    run = Run(Scenario(9001001, 1, 3, False, requests, faults, step_s=SLOW_STEP_S))
+    verdict = run.judge()
+    assert verdict.broken == [] and len(verdict.faults) == 2
+    ends = [request.end or "" for request in run.plane.requests]
+    assert "2 workers or engines in a row were lost in its steps" in " ".join(ends)
+
+
+def test_each_drawn_pause_has_an_end() -> None:
+    for seed in range(9_000_500, 9_000_700):
+        kinds = Counter(each.kind for each in draw(seed, tuple(FAULTS)).operations)
+        assert kinds["pause"] <= kinds["resume"], seed
 
 
 def test_a_run_is_the_same_for_every_hash_seed() -> None:

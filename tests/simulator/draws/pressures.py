@@ -123,6 +123,8 @@ def draw_needed_versions(random: Random, scenario: Scenario, mix: Mix) -> Scenar
         rooms = [0, *random.choice(((1, 1), (1, 2), (2, 1), (2, 2)))]
         engines, lost_at = sum(rooms) - 1, operations[0].at + random.uniform(1.0, 7.0)
         operations = operations[: random.randint(1, 2)]
+        if operations[-1].kind == "pause":  # its end is cut off
+            operations.pop()
         time_s = STALL_TIMEOUT_S * random.uniform(1.0, 4.0)
         [kind] = mix.among(("lose-host",))[:1]
         faults = [*faults[:2], Fault(kind, lost_at, random.randrange(12), time_s)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass, field
 from itertools import count
@@ -9,7 +10,7 @@ from itertools import count
 from swell.cluster.control.plan.versions import UpgradeStage
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import JourneyEventType
-from tests.simulator.actors import SimEngine, weights_of
+from tests.simulator.actors import SimEngine, SimManager, weights_of
 from tests.simulator.control_plane import (
     HEARTBEAT_S,
     STALL_TIMEOUT_S,
@@ -27,7 +28,7 @@ from tests.simulator.laws.probe import Prober
 from tests.simulator.laws.status import StatusReader
 from tests.simulator.laws.watch import Watch
 from tests.simulator.model import expected_tokens, text_of
-from tests.simulator.scenario import Scenario
+from tests.simulator.scenario import Request, Scenario
 
 PATIENCE_S = 120.0
 """The time after the last fault, arrival and operator change within which everything must work
@@ -42,6 +43,10 @@ QUEUED, ROUTED, FINISHED = (
     JourneyEventType.ROUTED,
     JourneyEventType.FINISHED,
 )
+_LAST_NUMBER = 9000
+"""The number of the first request that is sent before the end of the cluster."""
+_TAKEN_S, _END_S = 0.1, 30.0
+"""The time within which engines have got these requests, and within which the cluster ends."""
 _LATE_S = 0.1
 """How late an ingress may notice a deadline."""
 _SETTLE_S = 2 * HEARTBEAT_S
@@ -82,6 +87,10 @@ class Run:
         """Runs the scenario until nothing changes any more."""
         return self._close(self._run())
 
+    def judge_to_end(self) -> Verdict:
+        """Runs the scenario, and then ends the cluster in order."""
+        return self._close(self._run() or self._end())
+
     def _close(self, broken: list[str]) -> Verdict:
         plane, kernel, happened = self.plane, self.plane.kernel, self.faults.happened
         transitions = self.transitions.finish(happened)
@@ -101,6 +110,13 @@ class Run:
         except (AssertionError, RuntimeError) as error:
             broken = [*kernel.failures, f"{type(error).__name__}: {error}"]
         return broken
+
+    def _end(self) -> list[str]:
+        try:
+            with simulated_exits(), logged_defects() as defects:
+                return [*self._check_end(), *defects]
+        except (AssertionError, RuntimeError) as error:
+            return [*self.plane.kernel.failures, f"{type(error).__name__}: {error}"]
 
     def _broken_laws(self) -> list[str]:
         return [*self.plane.kernel.failures, *self.watch.broken, *self.prober.broken]
@@ -165,6 +181,51 @@ class Run:
 
     # ---------------------------------------------------------------- laws
 
+    def _check_end(self) -> list[str]:
+        """Ends the cluster in order. Checks that its engines finish first the requests that have
+        reached them, and that nothing of it is left. A fault or a new deployment that waited for
+        one of these messages may end the manager before."""
+        plane, kernel = self.plane, self.plane.kernel
+        before = len(self.faults.happened), plane.num_redeploys
+        last = [
+            SimRequest(_LAST_NUMBER + i.index, Request(kernel.now, i.index, (1, 2, 3), 60, i.index))
+            for i in plane.ingresses
+        ]
+        for ingress, request in zip(plane.ingresses, last, strict=True):
+            ingress.submit(request)
+        kernel.run(kernel.now + _TAKEN_S, MAX_EVENTS)
+        reached = {
+            request_id
+            for engine in plane.living_engines
+            if engine.server is not None
+            for request_id in engine.server.core.scheduler.requests
+        }
+        hangs = any(engine.executor.hangs for engine in plane.living_engines)
+        may_finish = not (plane.operator.paused or hangs or "clock" in self.faults.kinds)
+        stopped = _stop(plane.manager)
+        until = kernel.now + _END_S / self.faults.slowest_clock
+        while not stopped.done() and kernel.now < until:
+            kernel.run(kernel.now + LOOK_S, MAX_EVENTS)
+        kernel.run(kernel.now + _SETTLE_S, MAX_EVENTS)  # processes terminate a moment later
+        if (len(self.faults.happened), plane.num_redeploys) != before:
+            return []
+        if not stopped.done():
+            return ["the manager does not end the cluster"]
+        broken = [*kernel.failures]
+        if (error := stopped.exception()) is not None:
+            broken.append(f"the end of the cluster fails: {type(error).__name__}: {error}")
+        broken += [
+            f"r{request.number} ended with the cluster: {request.end}"
+            for request in last
+            if request.end != "length" and may_finish and f"r{request.number}" in reached
+        ]
+        ray = plane.ray
+        alive = [each.name for each in ray.processes.values() if each.alive]
+        left = [name for name in alive if name.startswith(("sim-engine", "coordinator"))]
+        if left or ray.actors or ray.groups or ray.values:
+            broken.append(f"the cluster leaves {[*left, *ray.actors, *ray.groups, *ray.values]}")
+        return broken
+
     def _check_requests(self) -> list[str]:
         """Checks that each accepted request finishes once, with the text of an undisturbed run with
         the version that it names. So no answer mixes versions."""
@@ -219,15 +280,18 @@ class Run:
         return broken
 
     def _may_be_given_up(self, request: SimRequest) -> bool:
-        """Returns whether a request may be given up: two engines on which it ran were lost, or lost
-        a worker. If only poison requests have terminated engines, other requests must not be given
-        up."""
+        """Returns whether a request may be given up: engines on which it ran were lost or lost a
+        worker twice in all, perhaps the same engine. If only poison requests have terminated
+        engines, other requests must not be given up."""
         if self.faults.kinds == {_POISON}:
             return request.request.is_poison
         ranks = request.state.ranks if request.state is not None else []
-        hit = self.faults.lost_workers
-        lost = [e for e in self.plane.engines if self.watch.was_lost(e) or e.process in hit]
-        return sum(each.rank in ranks for each in lost) >= MAX_FAILED_ATTEMPTS
+        num_lost = sum(
+            self.watch.was_lost(engine) + self.faults.lost_workers[engine.process]
+            for engine in self.plane.engines
+            if engine.rank in ranks
+        )
+        return num_lost >= MAX_FAILED_ATTEMPTS
 
     def _has_waited(self, request: SimRequest) -> bool:
         """Returns whether a request waited for its first engine as long as its limit says."""
@@ -334,5 +398,22 @@ class Run:
         return broken
 
 
+def _stop(manager: SimManager) -> asyncio.Future[None]:
+    """Ends the cluster, as Serve does when the application ends."""
+    loop = manager.process.loop
+    ended: asyncio.Future[None] = loop.create_future()
+
+    async def stop() -> None:
+        try:
+            await manager.manager.stop()
+        except Exception as error:
+            ended.set_exception(error)
+        else:
+            ended.set_result(None)
+
+    manager.process.kernel.soon(manager.process, lambda: loop.create_task(stop(), name="stop"))
+    return ended
+
+
 def judge(scenario: Scenario) -> Verdict:
-    return Run(scenario).judge()
+    return Run(scenario).judge_to_end()

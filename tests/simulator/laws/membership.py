@@ -59,6 +59,9 @@ class MembershipWatch:
         self._asked_by: dict[int, set[SimCoordinator]] = {}
         """The coordinators that were asked to let each engine leave, and have not kept it; by
         incarnation."""
+        self._kept_after: dict[int, int] = {}
+        """The roster epoch at which each engine was kept that had been asked to leave, by
+        incarnation. A late view of an earlier epoch may say that it has left."""
         self._ended: set[Process] = set()
         """Processes that a manager has asked to terminate."""
         self._viewed: dict[SimIngress, tuple[SimCoordinator | None, dict[int, Member]]] = {}
@@ -182,13 +185,16 @@ class MembershipWatch:
 
     def _look_at_dead(self, members: dict[int, Member], engines: dict[int, SimEngine]) -> None:
         """Checks that an engine that a manager has ended leaves the roster as soon as it is dead. A
-        manager that has just taken over compares the roster first."""
+        manager that has just taken over, or was stopped while the coordinator restarted, compares
+        the roster first."""
         has_failed = self._kernel.now - self._watch.faults_begun_at < _AGAIN_S
+        manager, coordinator = self._plane.manager, self._plane.coordinators[-1][0]
+        has_failed |= self._calm.were_reset(manager.process, coordinator)
         for incarnation in members:
             process = engines[incarnation].process if incarnation in engines else None
             is_dead = process is not None and not process.alive and process in self._ended
             is_dead = is_dead and not has_failed
-            key = "dead", self._plane.manager, incarnation
+            key = "dead", manager, incarnation
             if self._is_over(key, _DEAD_S, holds=is_dead):
                 self._break(f"engine {members[incarnation].rank} was ended, and is in the roster")
 
@@ -333,7 +339,9 @@ class MembershipWatch:
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
                 self._asked.pop(member.incarnation, None)
-                self._asked_by.get(member.incarnation, set()).discard(coordinator)
+                if coordinator in (by := self._asked_by.get(member.incarnation, set())):
+                    self._kept_after[member.incarnation] = coordinator.epoch
+                    by.discard(coordinator)
 
     def _on_view(self, ingress: SimIngress, view: ClusterView) -> None:
         """Checks that `left` in a view contains the engines that were asked to leave, and no
@@ -341,7 +349,8 @@ class MembershipWatch:
         an ingress may follow it as long as it hears it."""
         members = _by_incarnation(view.roster.members)
         for incarnation in view.roster.left:
-            if not self._asked_by.get(incarnation):
+            is_late = view.roster.epoch <= self._kept_after.get(incarnation, 0)
+            if not self._asked_by.get(incarnation) and not is_late:
                 self._break(f"an engine has left by epoch {view.roster.epoch}, and was not asked")
             if incarnation in members:
                 self._break(f"an engine has left by epoch {view.roster.epoch}, and is there")
