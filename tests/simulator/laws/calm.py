@@ -63,6 +63,8 @@ class Calm:
             self._cut_until[frozenset((source, target))] = now + (now - since) + 1.0
         for host in (*net.slow_hosts, *net.lossy_hosts):
             self._late_until[host] = now + _LATE_S
+        for host, at in net.disturbed_at.items():  # perhaps for less than the time between looks
+            self._late_until[host] = max(self._late_until.get(host, 0.0), at + _LATE_S)
         for process in self._plane.ray.processes.values():
             if process.stopped:
                 self._stopped_until[process] = now + _AGAIN_S

@@ -82,6 +82,8 @@ class Network:
         """For each of these directions, the number of cuts that have not ended."""
         self.slow_hosts: dict[str, float] = {}
         """Seconds added to each packet to or from a host."""
+        self.disturbed_at: dict[str, float] = {}
+        """When the packets of each host last began or ceased to be slow or lost."""
         self.lossy_hosts: dict[str, int] = {}
         """Hosts that lose some packets in both directions, with the number of faults that cause
         it."""
@@ -279,6 +281,7 @@ class Network:
 
     def slow(self, host: str, extra_s: float) -> None:
         """Adds a delay to each packet to or from a host; 0 removes it."""
+        self.disturbed_at[host] = self.kernel.now
         self.slow_hosts[host] = extra_s
         if not extra_s:
             del self.slow_hosts[host]
@@ -286,6 +289,7 @@ class Network:
     def lose_packets(self, host: str, reasons: int) -> None:
         """Loses some packets to and from a host, which TCP sends again. `reasons`: 1 adds a cause
         of losses, -1 removes one."""
+        self.disturbed_at[host] = self.kernel.now
         self.lossy_hosts[host] = self.lossy_hosts.get(host, 0) + reasons
         if not self.lossy_hosts[host]:
             del self.lossy_hosts[host]
