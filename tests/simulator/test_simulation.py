@@ -49,7 +49,7 @@ def test_random_faults_break_no_law(first: int) -> None:
     assert happened - {"poison"} == set(FAULTS), "a fault never happens"
 
 
-def test_a_request_may_be_given_up_after_one_engine_has_lost_two_workers() -> None:
+def test_a_request_fails_after_one_engine_has_lost_two_workers() -> None:
     requests = (Request(3.436, 2, (0,), 6, 7), Request(3.506, 2, (40,), 1, 8))
     faults = tuple(Fault("lose-worker", at, target=9) for at in (3.53, 3.708))
     run = Run(Scenario(9001001, 1, 3, False, requests, faults, step_s=SLOW_STEP_S))
@@ -107,7 +107,7 @@ _EXCUSED = {
 
 
 @pytest.mark.parametrize("what", _EXCUSED)
-def test_what_no_process_could_know_breaks_no_law(what: str) -> None:
+def test_a_law_excuses_each_effect_that_no_process_could_avoid(what: str) -> None:
     assert judge(_EXCUSED[what]).broken == []
 
 

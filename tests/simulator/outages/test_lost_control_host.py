@@ -64,7 +64,7 @@ def test_the_manager_continues_although_its_new_coordinator_dies() -> None:
 
 
 def test_an_engine_that_loads_other_weights_follows_the_new_coordinator_at_once() -> None:
-    """It was created with the address of the first coordinator."""
+    """The engine was created with the address of the first coordinator."""
     run = _run(operations=(Operation(_UPDATED_AT_S, "update_weights", 1),))
     followed: dict[int, bool] = {}
 
