@@ -14,6 +14,9 @@ from swell.configs.schema import Config, ConfigError
 
 HUB_S = 10.0
 """How long the hub may take to answer."""
+_CLIENT_LIMIT = 5.0
+"""Time limit of the hub's own client, in units of ours, so that ours is the one that passes: its
+errors differ by release."""
 _DOWNLOADED = (".safetensors", ".json", ".model", ".txt", ".jinja")
 _WAY_OUT = (
     "copy the model to this machine and specify its folder, set HF_ENDPOINT to a mirror, or "
@@ -73,9 +76,10 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
             f"it, or {_WAY_OUT}"
         )
     api = HfApi(endpoint=constants.ENDPOINT)
+    client_s = _CLIENT_LIMIT * timeout_s
     try:
         info = within(
-            timeout_s, lambda: api.model_info(name, timeout=timeout_s, files_metadata=True)
+            timeout_s, lambda: api.model_info(name, timeout=client_s, files_metadata=True)
         )
     except Exception as error:
         raise ConfigError(f"model.path={name!r}: {_reason(error, timeout_s)}") from None
