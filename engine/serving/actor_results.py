@@ -25,7 +25,7 @@ class EngineReady(msgspec.Struct, frozen=True):
     version: str = ""
     """The version that it runs, as the roster lists it."""
     start: list[StartPhase] = []
-    """How long the phases of its start took, beginning with the first call of its process."""
+    """The phases of its start. The first one begins with the first call of its process."""
 
 
 class NewWeightsRefused(ValueError):

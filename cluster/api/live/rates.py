@@ -41,7 +41,8 @@ def rates_between(
 
 def quantile(buckets: Sequence[float], bounds: Sequence[float], share: float) -> float | None:
     """Returns the value below which `share` of the values of a histogram lie, interpolated in its
-    bucket. Returns None if there are no values. A value above all bounds counts as the last one."""
+    bucket. Returns None if there are no values. A value above all bounds counts as the last bound.
+    """
     left = sum(buckets) * share
     if left <= 0:
         return None

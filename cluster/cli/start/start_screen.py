@@ -77,7 +77,7 @@ class StartScreen:
     because Ray and Serve block their caller."""
 
     def __init__(self, out: TextIO, err: TextIO, timeline: StartTimeline) -> None:
-        """`timeline`: the phases of the start, which this object only keeps."""
+        """`timeline`: the phases of the start, which callers enter."""
         self.timeline = timeline
         self._out = out
         is_terminal = err.isatty()

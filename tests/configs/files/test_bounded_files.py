@@ -41,7 +41,7 @@ def test_large_files_and_special_files_are_refused(tmp_path: Path, read) -> None
 
 @pytest.mark.parametrize("target", ["/proc/version", "/proc/kmsg", "/proc/self/mem"])
 def test_files_of_the_kernel_are_refused_without_being_opened(tmp_path: Path, target: str) -> None:
-    """They are regular files with size 0, and a read of `/proc/kmsg` waits for messages."""
+    """Files of the kernel have size 0, and a read of `/proc/kmsg` waits for messages."""
     (tmp_path / "link").symlink_to(target)
     opened: list[str] = []
     sys.addaudithook(lambda name, args: opened.append(str(args[0])) if name == "open" else None)

@@ -1,5 +1,5 @@
-"""Laws about resources: nothing is kept for a process or a connection that is gone, or computed for
-nobody."""
+"""Laws about resources: nobody keeps resources for a process or a connection that is gone, and no
+engine computes a request that no client waits for."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ next publication."""
 _PEER_S = STALL_TIMEOUT_S + 4.0 * HEARTBEAT_S
 """The time within which a coordinator forgets an engine that is gone and not in the roster."""
 _KNOWN_S = 2 * HEARTBEAT_S + 1.0
-"""The time within which an ingress has told an engine that nobody awaits a request: its next
+"""The time within which an ingress has told an engine that no client waits for a request: its next
 heartbeat shows lost messages, and the engine finishes a step first."""
 _READY = (Phase.STOPPED, Phase.RUNNING, Phase.PAUSED, Phase.STANDALONE)
 """Phases in which an engine handles messages between its steps."""
@@ -104,8 +104,9 @@ class FreedWatch:
         }
 
     def _look_at_requests(self) -> None:
-        """Checks that an engine computes nothing for long that nobody awaits. An ingress that runs
-        and reaches the engine tells it soon; else the engine notices only that it is silent."""
+        """Checks that no engine computes a request for long after its client has left. An ingress
+        that runs and reaches the engine tells it soon. Otherwise the engine only notices that the
+        ingress is silent."""
         seen, before, slowest = {}, self._unawaited, self._watch.slowest_clock
         engines = self._plane.living_engines
         cores = [(engine, engine.server.core) for engine in engines if engine.server is not None]
