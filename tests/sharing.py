@@ -2,8 +2,9 @@
 
 The unit is a file, so that its fixtures are created once. Long files come first, so that none of
 them is still running when the others are done. All tests that start Ray are one unit, so
-that only one cluster runs at a time. It comes first because it takes longest. Its process often
-waits while the others compute with a low priority, which does not slow down the cluster.
+that only one cluster runs at a time, and tests with a browser belong to it. It comes first because
+it takes longest. Its process often waits while the others compute with a low priority, which does
+not slow down the cluster.
 
 Each process collects all tests, and each begins at another place, so that each compiles a part of
 the files and reads the others, compiled, from the cache. Compiling all of them, with rewritten
@@ -30,6 +31,13 @@ CLUSTERS = (
     "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
 """Prefixes of the ids of tests that start Ray."""
+NETWORKS = (
+    "tests/cluster/api/web/test_docs_page.py",
+    "tests/cluster/api/web/test_playground.py",
+    "tests/faults/test_hosts.py",
+)
+"""Further files with a browser or with network namespaces. A browser aborts its requests when an
+interface of the machine changes, and most tests with namespaces start Ray."""
 SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 EXCLUDES_SLOW = re.compile(r"\bnot slow\b")
 LONG_FILES = (
@@ -56,7 +64,7 @@ low priority would hardly run."""
 
 def unit(test_id: str) -> str:
     """Returns the unit of a test. One process runs all tests of a unit."""
-    return "clusters" if starts_ray(test_id) else test_id.partition("::")[0]
+    return "clusters" if test_id.startswith(CLUSTERS + NETWORKS) else test_id.partition("::")[0]
 
 
 def starts_ray(test_id: str) -> bool:

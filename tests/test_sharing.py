@@ -25,6 +25,8 @@ STARTERS = {
     "tests.faults.trial.Trial",
 }
 """Ray, and our classes that start it. Every test that starts Ray imports one of these."""
+INTERFACES = {"tests.support.browser", "tests.faults.namespaces", "tests.faults.hosts"}
+"""The modules that notice changed network interfaces, and those that change them."""
 STARTS_NONE = {
     "tests/cluster/cli/test_documented_commands.py": "commands of Ray, by name",
     "tests/cluster/cli/start/test_application.py": "calls into Ray and Serve, which are planted",
@@ -137,14 +139,27 @@ def test_the_cost_of_a_file_is_the_sum_over_its_tests() -> None:
 
 def test_every_file_that_may_start_ray_belongs_to_their_unit() -> None:
     """Otherwise it would run with low priority, and in parallel with other tests."""
-    files = {
+    found = {name for name, names in imports_of_test_files().items() if names & STARTERS}
+    assert {name for name in found if not sharing.starts_ray(name)} <= set(STARTS_NONE)
+    assert any(map(sharing.starts_ray, found))
+
+
+def test_a_browser_and_changes_of_interfaces_share_a_unit() -> None:
+    """Otherwise the browser would abort requests with ERR_NETWORK_CHANGED while another process
+    creates or removes an interface."""
+    files = imports_of_test_files().items()
+    modules = {name: {one.rpartition(".")[0] for one in names} for name, names in files}
+    found = [name for name, imported in modules.items() if imported & INTERFACES]
+    assert set(sharing.NETWORKS) <= set(found)
+    assert {sharing.unit(f"{name}::test_a") for name in found} == {"clusters"}
+
+
+def imports_of_test_files() -> dict[str, set[str]]:
+    return {
         path.relative_to(ROOT).as_posix(): imported_names(path)
         for path in (ROOT / "tests").rglob("test_*.py")
         if "third_party" not in path.parts
     }
-    found = {name for name, names in files.items() if names & STARTERS}
-    assert {name for name in found if not sharing.starts_ray(name)} <= set(STARTS_NONE)
-    assert any(map(sharing.starts_ray, found))
 
 
 def imported_names(path: Path) -> set[str]:
