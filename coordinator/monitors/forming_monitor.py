@@ -15,12 +15,14 @@ follows:
 3. All engines are also probed if no engine reports an unreached peer: the group is formed again.
    A newcomer that does not follow the probe within a quarter of the limit hangs, and its join is
    cancelled. An engine that served before hangs if it does not follow within half of the limit,
-   and is removed. If all engines follow, the joins of newcomers in unreached pairs are cancelled;
-   else those of newcomers that have not joined; else those of all newcomers. The others continue.
-4. A group without a newcomer is probed, too. If all engines follow, and the group has not formed
-   within half of the limit, engines in unreached pairs are removed, as few as possible: while a
-   link between two hosts is down, the others serve. If no engine reports an unreached peer, the
-   group is formed again. The only engine of a group follows if only its message was lost.
+   and is removed. If all engines follow, the joins of newcomers in unreached pairs are cancelled.
+   If no engine reports an unreached peer, the joins of newcomers that have not joined are
+   cancelled; else those of all newcomers. The others continue.
+4. If all engines follow the probe, no newcomer is in an unreached pair, and the group has not
+   formed within half of the limit, engines in unreached pairs are removed, as few as possible:
+   while a link between two hosts is down, the others and the newcomers serve. A group without a
+   newcomer in which no engine reports an unreached peer is formed again. The only engine of a group
+   follows if only its message was lost.
 
 All durations count only time in which the coordinator listened (`listening_clock.py`).
 """
@@ -173,19 +175,22 @@ class FormingMonitor:
         if hanging := behind & late:
             self._broken.clear()
             return _without(Remedy.CALL_OFF, hanging, pairs, waited_s)
-        if behind or not late:
+        guilty = cover(pairs, late)
+        between_others = (
+            set() if guilty else _unreached_pairs(self._absent(waves, attempt.first_epoch))
+        )
+        if behind or not late or between_others:
             if at - attempt.probed_at <= _LAST_SHARE * self._limit_s:
                 self._attempt = attempt
                 return NOTHING
             if behind:
                 return FormingFailure(Remedy.REMOVE, behind, waited_s)
-            pairs = _unreached_pairs(self._absent(waves, attempt.first_epoch))
-            unreached = cover(pairs, set(waves.ranks))
+            unreached = cover(between_others, set(waves.ranks))
             self._broken.clear()
             remedy = Remedy.REMOVE if unreached else Remedy.FORM_AGAIN
-            return _without(remedy, unreached, pairs, waited_s)
+            return _without(remedy, unreached, between_others, waited_s)
         self._broken.clear()
-        guilty = cover(pairs, late) or frozenset(late - waves.acknowledged) or frozenset(late)
+        guilty = guilty or frozenset(late - waves.acknowledged) or frozenset(late)
         if guilty and guilty != set(waves.ranks):
             return _without(Remedy.CALL_OFF, guilty, pairs, waited_s)
         return FormingFailure(Remedy.FORM_AGAIN, frozenset(), waited_s)

@@ -336,6 +336,27 @@ def test_a_group_without_newcomers_forms_without_an_engine_that_is_not_reached()
     assert "no connection with engine 1" in stalled.reason
 
 
+def test_a_healthy_newcomer_is_not_removed_for_a_link_between_others() -> None:
+    """The link between engines 0 and 1 is down while engine 3 joins: without engine 3, the group
+    would not form either."""
+    cluster = Cluster(3)
+    cluster.join(range(3, 4))
+
+    def run(seconds: float) -> None:
+        for rank, peer in ((0, 1), (1, 0)):
+            broken = Broken(rank, 7, cluster.epoch, "no connection", absent=[peer])
+            cluster.machine.on_message(broken, cluster.now)
+        cluster.run(seconds, lambda _: cluster.epoch, lambda _: 0)
+
+    run(LIMIT_S + 2 * TICK_S)
+    run(LIMIT_S / 2 - TICK_S)
+    assert cluster.forming == (0, 1, 2, 3), "a probe"
+    run(2 * TICK_S)
+    assert not cluster.machine.called_off
+    assert [each.rank for each in cluster.machine.stalled_engines] == [1]
+    assert cluster.forming == (0, 2, 3)
+
+
 def test_the_first_engines_are_not_removed() -> None:
     cluster = Cluster(0)
     cluster.join(range(2))
