@@ -9,9 +9,10 @@ import pytest
 
 from tests.worker import tiny_models
 from tests.worker.fixed_graphs import fixed_graphs
+from tests.worker.moe.matched_operations import matched_operations
 from tests.worker.moe.moe_engines import PROMPTS, greedy
 
-__all__ = ["fixed_graphs"]
+__all__ = ["fixed_graphs", "matched_operations"]
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ Each worker runs on its own thread; the stores are those of the workers themselv
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -180,9 +180,17 @@ class EngineGroup:
         ]
 
     def advance(self) -> list[ModelRunnerOutput]:
-        """Runs one step of all members; returns their outputs."""
+        """Runs one step of all members; returns their outputs. Raises the first error of a worker,
+        after all of them have ended the step."""
         self.step += 1
         started = [engine.submit(self.step) for engine in self.members]
+        futures = [future for of_engine in started for future in of_engine]
+        done, waiting = wait(futures, timeout=120, return_when=FIRST_EXCEPTION)
+        if waiting:  # for a worker that has failed
+            for engine in self.members:
+                for worker in engine.workers:
+                    worker.abort()
+            collect([future for future in futures if future in done])
         pairs = zip(self.members, started, strict=True)
         return [engine.finish(futures) for engine, futures in pairs]
 

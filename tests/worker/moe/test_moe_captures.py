@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,16 +22,18 @@ from swell.worker.comm.mesh import Mesh
 from swell.worker.layers import moe
 from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.weight_shard import materialize
+from swell.worker.moe.dp_sync import DPSyncResult, LockstepDPSync
 from swell.worker.runner import ModelRunner
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step import buckets
+from swell.worker.step.buckets import EngineStep
 from swell.worker.wire import GroupPlan
 from tests.worker.comm.test_mesh import in_threads
 from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, Engine, EngineGroup, answers
 from tests.worker.moe.test_expert_balance import skewed_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("matched_operations")]
 
 LARGEST = 24
 """The most tokens of a bucket in these tests."""
@@ -320,6 +323,32 @@ def test_nothing_is_replayed_while_experts_move(
         if replayed[number + 1] is not None:
             captures = steps[number + 1][0][0].num_captures
             assert captures == 4, "each engine captures the bucket again, after the largest one"
+
+
+@pytest.mark.parametrize("fault", ["own bucket", "no step without tokens"])
+def test_workers_whose_operations_do_not_match_fail(
+    tiny_moe: Any, graphs: FixedGraphs, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A step in which engines do not compute the same ends with a message, not with a time limit
+    or the end of the process."""
+    if fault == "own bucket":
+        message = r"operation \d+ of the step differs: .*engine 0.*engine 1"
+        before_step = LockstepDPSync.before_step
+
+        def return_own_step(self: Any, plan: Any, step: EngineStep) -> DPSyncResult:
+            return replace(before_step(self, plan, step), steps=[step])
+
+        monkeypatch.setattr(LockstepDPSync, "before_step", return_own_step)
+    else:
+        message = r"engine 1 has ended its step without operation \d+: .*engine 0"
+        monkeypatch.setattr(ModelRunner, "_execute_dummy", lambda *_args: None)
+    with EngineGroup(tiny_moe("mixtral")[0]) as group:
+        group.regroup(*[group.add() for _ in range(2)])
+        rows = (2, 1) if fault == "own bucket" else (1, 0)
+        for engine, count in zip(group.members, rows, strict=True):
+            engine.start(PROMPTS[:count])
+        with pytest.raises(AssertionError, match=message):
+            group.advance()
 
 
 def in_groups_of_two(work: Callable[[Mesh, int], Any]) -> list[Any]:
