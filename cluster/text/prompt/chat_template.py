@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,13 @@ import msgspec
 
 from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
-from swell.cluster.text.partial_json import read_partial_object
-from swell.cluster.text.schema.chat_messages import (
-    ROLES,
-    ChatMessage,
-    MessageToolCall,
-    ToolDefinition,
+from swell.cluster.text.prompt.history_form import (
+    PROBE_CALL,
+    HistoryForm,
+    TemplateValues,
+    find_form,
 )
+from swell.cluster.text.schema.chat_messages import ROLES, ChatMessage, ToolDefinition
 from swell.cluster.text.template_texts import Change, changed, own_segments, texts_of
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.schema import ConfigError
@@ -44,6 +44,14 @@ _RESERVED_VARIABLES = {
 
 _PROBE = "probe 17"
 """A text that a template writes only if it reads the content of a message."""
+_PROBE_TOOL: TemplateValues = {
+    "type": "function",
+    "function": {
+        "name": PROBE_CALL,
+        "description": "",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
 _MAX_REASON_CHARS = 500
 """Limit on the length of a template's error message: it may repeat the conversation."""
 
@@ -60,10 +68,6 @@ def read_template(path: str | None) -> str | None:
     except UnicodeError as error:
         why = str(error)
     raise ConfigError(f"serve.chat_template={path!r} cannot be read: {why}")
-
-
-TemplateValues = dict[str, Any]
-"""Values by name, as a template reads them: a message, a tool, a call or variables."""
 
 
 class TemplateOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +95,7 @@ class ChatTemplate:
         self.control_tokens = lru_cache(maxsize=8)(partial(ControlTokens, tokenizer))
         """Returns the control tokens of the tokenizer with a template."""
         self._reads_parts = lru_cache(maxsize=8)(partial(_reads_parts, tokenizer))
+        self._form = lru_cache(maxsize=8)(self._find_form)
 
     @property
     def text(self) -> str:
@@ -191,12 +196,16 @@ class ChatTemplate:
     ) -> str:
         """Renders the conversation; `change` is applied to each text of the client before the
         template sees it."""
-        for form, tools in _forms(messages, options.tools):
-            try:
-                return self._apply(form, options, tools, change)
-            except Exception as failure:  # a template is a program and may raise anything
-                if form is messages:
-                    error = failure
+        sent = [tool.as_sent for tool in options.tools]
+        filled = [_filled(tool) for tool in sent]
+        conversation = self._message_dicts(messages, options)
+        try:
+            return self._apply(conversation, sent, options, change)
+        except Exception as failure:  # a template is a program and may raise anything
+            error = failure
+        if filled != sent:
+            with contextlib.suppress(Exception):
+                return self._apply(conversation, filled, options, change)
         reason = str(error).strip()[:_MAX_REASON_CHARS] or type(error).__name__
         whose = "this request's" if options.template else "the model's"
         raise BadRequest(
@@ -207,12 +216,11 @@ class ChatTemplate:
 
     def _apply(
         self,
-        messages: Sequence[ChatMessage],
-        options: TemplateOptions,
+        conversation: list[TemplateValues],
         tools: list[TemplateValues],
-        change: Change | None,
+        options: TemplateOptions,
+        change: Change | None = None,
     ) -> str:
-        conversation = self._message_dicts(messages, options)
         documents, variables = list(options.documents), options.variables
         if change is not None:
             conversation = [
@@ -240,23 +248,18 @@ class ChatTemplate:
     def _message_dicts(
         self, messages: Sequence[ChatMessage], options: TemplateOptions
     ) -> list[TemplateValues]:
-        """Converts the messages for the template. Most templates know `system` and not its newer
-        name `developer`."""
-        knows_developer = "developer" in (options.template or self.text)
-        plain = []
-        for message in messages:
-            rename = message.role == "developer" and not knows_developer
-            one: TemplateValues = {"role": "system" if rename else message.role}
-            one["content"] = message.text
-            for name in ("name", "tool_call_id"):
-                if getattr(message, name) is not None:
-                    one[name] = getattr(message, name)
-            if message.thoughts is not None:
-                one["reasoning_content"] = message.thoughts
-            if message.tool_calls:
-                one["tool_calls"] = [_call_dict(call) for call in message.tool_calls]
-            plain.append(one)
-        return plain
+        """Converts the messages to the form that the template reads."""
+        template = options.template or self.text
+        return self._form(template).message_dicts(messages, knows_developer="developer" in template)
+
+    def _find_form(self, template: str) -> HistoryForm:
+        options = TemplateOptions(template=template)
+
+        def render(form: HistoryForm, messages: Sequence[ChatMessage]) -> str:
+            conversation = form.message_dicts(messages, knows_developer=True)
+            return self._apply(conversation, [_PROBE_TOOL], options)
+
+        return find_form(render)
 
 
 def _reads_parts(tokenizer: Any, template: str) -> bool:
@@ -287,63 +290,6 @@ def _texts_of_message(message: Mapping[str, Any]) -> TemplateValues:
 def _text_variables(variables: Mapping[str, Any]) -> TemplateValues:
     """Returns all variables except those that name a control token, such as `bos_token`."""
     return {name: value for name, value in variables.items() if not name.endswith("_token")}
-
-
-def _forms(
-    messages: Sequence[ChatMessage], tools: Sequence[ToolDefinition]
-) -> Iterator[tuple[Sequence[ChatMessage], list[TemplateValues]]]:
-    """Yields a conversation and its tools as they were sent, then in forms that more templates
-    accept."""
-    sent = [tool.as_sent for tool in tools]
-    yield messages, sent
-    filled = [_filled(tool) for tool in sent]
-    if filled != sent:
-        yield messages, filled
-    alone = _one_call_per_message(messages)
-    if alone is not None:
-        yield alone, sent
-        if filled != sent:
-            yield alone, filled
-
-
-def _one_call_per_message(messages: Sequence[ChatMessage]) -> list[ChatMessage] | None:
-    """Splits parallel tool calls into messages of one call each, every one followed by its result:
-    some templates accept only one call per message. Returns None if no message has two calls."""
-    if all(len(message.tool_calls or ()) < 2 for message in messages):
-        return None
-    alone: list[ChatMessage] = []
-    rest = deque(messages)
-    while rest:
-        message = rest.popleft()
-        results = []
-        while len(message.tool_calls or ()) > 1 and rest and rest[0].role == "tool":
-            results.append(rest.popleft())
-        for index, call in enumerate(message.tool_calls or ()):
-            if index == 0:
-                one = msgspec.structs.replace(message, tool_calls=[call])
-            else:
-                one = ChatMessage(role=message.role, name=message.name, tool_calls=[call])
-            own = [result for result in results if result.tool_call_id == call.id]
-            alone += [one, *own]
-            results = [result for result in results if result.tool_call_id != call.id]
-        if not message.tool_calls:
-            alone.append(message)
-        alone += results
-    return alone
-
-
-def _call_dict(call: MessageToolCall) -> TemplateValues:
-    """Returns a tool call for the template. Templates expect the arguments as an object, but a
-    model may have written something else, or an incomplete object: then its longest valid prefix is
-    used."""
-    try:
-        arguments = msgspec.json.decode(call.function.arguments)
-    except msgspec.DecodeError:
-        arguments = None
-    if not isinstance(arguments, dict):
-        arguments = read_partial_object(call.function.arguments)
-    function = {"name": call.function.name, "arguments": arguments}
-    return {"id": call.id, "type": "function", "function": function}
 
 
 def _filled(tool: TemplateValues) -> TemplateValues:
