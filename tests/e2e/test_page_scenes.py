@@ -4,6 +4,7 @@ of each."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
+from tests.faults.cluster_monitor import CONTROLLER, MANAGER
 from tests.faults.process import HTTP
 from tests.support.axe import AXE, violations
 from tests.support.browser import Browser, needs_browser, start_browser
@@ -24,6 +26,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
 SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
 STREAMS = 6
 LOG = "#log"
+GCS = "gcs_server"
+"""Part of the title of the process of Ray that restarts actors."""
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +52,8 @@ class Streams:
         self.failures: list[str] = []
         self.moved: list[str] = []
         """Ids of the answers that more than one engine computed."""
+        self.texts: set[str] = set()
+        """The texts of the complete answers: a single one, because none is sampled."""
         self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
 
     def __enter__(self) -> Streams:
@@ -67,15 +73,19 @@ class Streams:
     def _answer(self) -> None:
         body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 900, "stream": True}
         body |= {"ignore_eos": True, "temperature": 0}
-        id, last = "", ""
+        id, last, text = "", "", ""
         with HTTP.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
-                    id = json.loads(line.removeprefix("data: ")).get("id", id)
+                    chunk = json.loads(line.removeprefix("data: "))
+                    id = chunk.get("id", id)
+                    text += "".join(choice["text"] for choice in chunk.get("choices", []))
                 if line.startswith(": x-swell-engine") and "," in line:
                     self.moved.append(id)
                 last = line or last
-        if last != "data: [DONE]":
+        if last == "data: [DONE]":
+            self.texts.add(text)
+        else:
             self.failures.append(last)
 
 
@@ -92,6 +102,28 @@ def active_engines(page: Browser, number: int) -> None:
         return states.length === arguments[0] && states.every((state) => state === "active");
     """
     page.until(script, number)
+
+
+def until_both_compute(page: Browser) -> None:
+    """Waits until the table shows requests that run on every engine."""
+    page.until(
+        "return [...document.querySelectorAll('tr[data-rank] td:nth-child(4)')]"
+        ".every((cell) => Number(cell.innerText) > 0)"
+    )
+
+
+@contextlib.contextmanager
+def suspended(cluster: Cluster, part: str) -> Iterator[None]:
+    """Suspends the processes whose title contains `part`, so that they replace nothing."""
+    found = cluster.named(part)
+    assert found, f"no process is called {part!r}"
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in found:
+            os.kill(pid, signal.SIGCONT)
 
 
 def confirm(page: Browser, effect: str) -> None:
@@ -134,10 +166,7 @@ def test_the_page_shows_a_killed_engine_and_its_replacement(
     page: Browser, cluster: Cluster
 ) -> None:
     with Streams(cluster) as streams:
-        page.until(
-            "return [...document.querySelectorAll('tr[data-rank] td:nth-child(4)')]"
-            ".every((cell) => Number(cell.innerText) > 0)"
-        )
+        until_both_compute(page)
         (victim,) = (e for e in cluster.get("/admin/cluster").json()["engines"] if e["rank"] == 1)
         os.kill(victim["pid"], signal.SIGKILL)
         page.until_text(LOG, "engine 1 was lost")
@@ -147,9 +176,73 @@ def test_the_page_shows_a_killed_engine_and_its_replacement(
         page.run("document.querySelector('main').scrollTop = 0")
         save(page, "cluster", 1000)
     assert streams.failures == []
+    assert len(streams.texts) == 1
     assert streams.moved
     page.type(".find input", f"{streams.moved[0]}\n")
     page.until_text(".timeline", "waits for another engine")
+
+
+def test_the_page_shows_a_killed_coordinator_and_its_successor(
+    page: Browser, cluster: Cluster
+) -> None:
+    with Streams(cluster) as streams:
+        until_both_compute(page)
+        with suspended(cluster, GCS):
+            os.kill(cluster.get("/admin/cluster").json()["coordinator"]["pid"], signal.SIGKILL)
+            page.until_text("#problems", "The coordinator does not answer")
+            page.until_text(".summary", "Coordinator\ndoes not answer")
+            page.until_text(".summary", "Manager\nanswers")
+            page.until_text(LOG, "the coordinator does not answer")
+            save(page, "coordinator")
+        page.until_text(LOG, "another coordinator runs")
+        page.until("return document.querySelector('#problems').innerText === ''")
+        page.until_text(".summary", "Coordinator\nanswers")
+        active_engines(page, 2)
+    assert streams.failures == []
+    assert len(streams.texts) == 1
+
+
+def test_the_page_shows_a_killed_manager_and_why_operations_wait(
+    page: Browser, cluster: Cluster
+) -> None:
+    is_disabled = "return document.querySelector('#confirm-yes').disabled === arguments[0]"
+    with Streams(cluster) as streams:
+        until_both_compute(page)
+        with suspended(cluster, CONTROLLER):
+            (manager,) = cluster.named(MANAGER)
+            os.kill(manager, signal.SIGKILL)
+            page.until_text("#problems", "The manager does not answer")
+            page.until_text(".summary", "Manager\ndoes not answer")
+            page.click("#resume")
+            page.until_text("#confirm", "This cannot be done now: the manager does not answer")
+            page.until(is_disabled, True)
+            until_both_compute(page)
+            save(page, "manager")
+        page.until(is_disabled, False)
+        assert "cannot be done" not in page.text("#confirm")
+        confirm(page, "Paused requests continue")
+        page.until_text(LOG, "the manager answers again")
+        page.until("return document.querySelector('#problems').innerText === ''")
+        active_engines(page, 2)
+    assert streams.failures == []
+    assert len(streams.texts) == 1
+
+
+def test_the_playground_shows_that_the_engines_are_paused(page: Browser) -> None:
+    page.click("#pause")
+    confirm(page, "until you resume")
+    page.click("#tab-playground")
+    page.until_text("#waiting", "paused by an operator")
+    page.type("#prompt", "upper: hello\n")
+    page.click("#tab-cluster")
+    page.until_text(LOG, "the cluster is paused")
+    page.click("#resume")
+    confirm(page, "Paused requests continue")
+    page.click("#tab-playground")
+    page.until_text(".turn:last-child .answer .meta", "complete")
+    page.until("return document.querySelector('#waiting').innerText === ''")
+    page.click("#tab-cluster")
+    page.log()  # the browser logs each answer of `/ready` that is not 2xx
 
 
 def test_the_page_upgrades_the_weights(page: Browser, tmp_path: Path) -> None:

@@ -76,9 +76,14 @@ class LiveEvent(Body, kw_only=True):
     ingress: int
     cluster: ClusterState | None
     """The newest answer of the manager; null: there was none yet."""
+    cluster_at: float | None = None
+    """The time of that answer."""
     manager_error: str | None
-    """Why the manager does not answer."""
-    coordinator_silent: bool
+    """Why the manager did not answer the last call; null: it did, or the first call is in
+    progress."""
+    coordinator_answers: bool
+    """False: this ingress has received nothing from the coordinator for `cluster.stall_timeout_s`,
+    or it does not answer the manager."""
     not_ready: str | None
     """Why no engine can make progress."""
     engines: list[LiveEngine]

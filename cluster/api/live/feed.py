@@ -24,9 +24,9 @@ from swell.cluster.api.admin.live_protocol import (
     LiveRates,
     LogEntry,
 )
-from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.answers.sse import PING
-from swell.cluster.api.live.log import Observation, happened
+from swell.cluster.api.live.log import Observation, coordinator_answers, happened
+from swell.cluster.api.live.manager_state import ManagerState
 from swell.cluster.api.live.rates import rates_between
 from swell.cluster.api.services import Services
 from swell.coordinator.wire import ClusterView, Counts, EngineReport
@@ -38,7 +38,6 @@ MAX_READERS = 16
 MAX_SAMPLES = 3600
 MAX_LOG = 300
 _MAX_REQUESTS = 20
-_MANAGER_TIMEOUT_S = 2.0
 _PATIENCE_S = 10.0
 """A reader that has received nothing for this long gets a comment."""
 _MOVED = "swell_resubmitted_requests"
@@ -59,7 +58,7 @@ class LiveFeed:
         """Counts the events."""
         self._last: tuple[float, Counts, Observation] | None = None
         """Time and result of the observation before."""
-        self._cluster: ClusterState | None = None
+        self._manager = ManagerState(services.manager)
         self._readers = 0
         self._unread_since_s = 0.0
         """The time at which the last reader left."""
@@ -93,6 +92,7 @@ class LiveFeed:
         if not self._readers and self._task is not None:
             self._task.cancel()
             self._task = None
+            self._manager.close()
 
     def _is_needed(self) -> bool:
         return self._readers > 0 or time.monotonic() < self._unread_since_s + LINGER_S
@@ -137,39 +137,34 @@ class LiveFeed:
 
     async def _observe(self) -> None:
         while self._is_needed():
-            error = await self._ask_manager()
+            due_s = time.monotonic() + INTERVAL_S
+            await self._manager.refresh(INTERVAL_S)
             began_s = time.perf_counter()
             try:
-                self._add(error)
+                self._add()
             except Exception:
                 _log.exception("this observation of the cluster is left out of /admin/events")
             work_s = time.perf_counter() - began_s
             self._wake_readers()
-            await asyncio.sleep(max(INTERVAL_S, work_s / MAX_SHARE))
+            await asyncio.sleep(max(due_s - time.monotonic(), work_s / MAX_SHARE))
         self._task = None
+        self._manager.close()
 
-    async def _ask_manager(self) -> str | None:
-        """Reads the state from the manager. Returns the error, if it does not answer."""
-        try:
-            async with asyncio.timeout(_MANAGER_TIMEOUT_S):
-                answer = await self._services.manager.describe.remote()
-            self._cluster = msgspec.convert(msgspec.to_builtins(answer), ClusterState)
-        except TimeoutError:
-            return f"no answer within {_MANAGER_TIMEOUT_S:g} s"
-        except Exception as error:  # any error of the call
-            return f"{type(error).__name__}: {error}"
-        return None
-
-    def _add(self, manager_error: str | None) -> None:
+    def _add(self) -> None:
         """Makes the next event."""
+        manager = self._manager
         services, now_s, at = self._services, time.monotonic(), time.time()
         view, counts = services.llm.view, services.metrics.totals()
         ready = services.llm.check_ready()
         observed = Observation(
             roster=view.roster,
-            cluster=self._cluster,
-            manager_error=manager_error,
-            coordinator_silent=ready.coordinator_silent,
+            cluster=manager.newest,
+            manager_answers=manager.error is None,
+            coordinator_answers=coordinator_answers(
+                manager.newest if manager.error is None else None,
+                self._last[2].coordinator_answers if self._last else True,
+                is_silent=ready.coordinator_silent,
+            ),
             moved_requests=int(sum(counts.get(_MOVED, []))),
         )
         rates: list[LiveRates] = []
@@ -184,9 +179,10 @@ class LiveFeed:
         self._event = LiveEvent(
             at=at,
             ingress=services.llm.client_index,
-            cluster=self._cluster,
-            manager_error=manager_error,
-            coordinator_silent=ready.coordinator_silent,
+            cluster=manager.newest,
+            cluster_at=manager.at,
+            manager_error=manager.error,
+            coordinator_answers=observed.coordinator_answers,
             not_ready=ready.reason or None,
             engines=_engines(view),
             rates=rates,

@@ -18,10 +18,19 @@ class Observation(msgspec.Struct, frozen=True):
 
     roster: Roster
     cluster: ClusterState | None
-    manager_error: str | None
-    coordinator_silent: bool
+    manager_answers: bool
+    coordinator_answers: bool
     moved_requests: int
     """Number of requests that moved to another engine, since the start."""
+
+
+def coordinator_answers(cluster: ClusterState | None, before: bool, *, is_silent: bool) -> bool:
+    """Returns whether the coordinator answers. `cluster`: the manager's answer, if it answers.
+    `before`: the previous result, which stays if nobody knows better. `is_silent`: it has sent
+    nothing to this ingress for long."""
+    if is_silent:
+        return False
+    return before if cluster is None else cluster.coordinator.error is None
 
 
 def happened(before: Observation, after: Observation) -> Found:
@@ -31,6 +40,7 @@ def happened(before: Observation, after: Observation) -> Found:
         yield "moved", f"{moved} request{'s' if moved > 1 else ''} moved to another engine"
     yield from _contacts(before, after)
     if before.cluster is not None and after.cluster is not None:
+        yield from _successor(before, after)
         yield from _changes(before.cluster, after.cluster)
 
 
@@ -65,26 +75,26 @@ _STATES = {
 
 
 def _contacts(before: Observation, after: Observation) -> Found:
-    if before.coordinator_silent != after.coordinator_silent:
-        silent = after.coordinator_silent
-        yield (
-            ("lost", "the coordinator is silent; serving goes on")
-            if silent
-            else (
-                "found",
-                "the coordinator answers again",
-            )
-        )
-    if bool(before.manager_error) != bool(after.manager_error):
-        lost = bool(after.manager_error)
-        yield (
-            ("lost", "the manager does not answer; serving goes on")
-            if lost
-            else (
-                "found",
-                "the manager answers again",
-            )
-        )
+    contacts = (
+        ("coordinator", before.coordinator_answers, after.coordinator_answers),
+        ("manager", before.manager_answers, after.manager_answers),
+    )
+    for name, answered, answers in contacts:
+        if answered and not answers:
+            yield "lost", f"the {name} does not answer; serving goes on"
+        if answers and not answered:
+            yield "found", f"the {name} answers again"
+
+
+def _successor(before: Observation, after: Observation) -> Found:
+    """Names a coordinator that has replaced another one."""
+    assert before.cluster is not None and after.cluster is not None
+    pid = after.cluster.coordinator.pid
+    if pid is None or pid == before.cluster.coordinator.pid:
+        return
+    if before.coordinator_answers and after.coordinator_answers:  # nobody noticed its absence
+        yield "lost", "the coordinator was lost; serving went on"
+    yield "found", f"another coordinator runs, as process {pid}"
 
 
 def _changes(before: ClusterState, after: ClusterState) -> Found:
@@ -96,8 +106,6 @@ def _changes(before: ClusterState, after: ClusterState) -> Found:
         yield "lost", f"a change failed: {after.rescale.error}"
     if before.upgrade.phase != after.upgrade.phase:
         yield "upgraded", f"upgrade to version {after.upgrade.version}: {after.upgrade.phase}"
-    if before.coordinator.pid != after.coordinator.pid and after.coordinator.pid:
-        yield "found", f"another coordinator runs, as process {after.coordinator.pid}"
     asleep = [max((e.sleep_level for e in one.engines), default=0) for one in (before, after)]
     if asleep[0] != asleep[1]:
         yield "changed", "the engines sleep" if asleep[1] else "the engines are awake"

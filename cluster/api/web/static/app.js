@@ -33,18 +33,20 @@ async function watchHealth() {
 }
 
 async function showHealth() {
-  const place = byId("health");
   try {
     const response = await fetch(relative("/ready"), { cache: "no-store" });
     const body = await response.json();
-    const text = response.ok ? `${plural(body.engines.length, "engine")} ready` : "not ready";
-    setText(place, text);
-    place.dataset.state = response.ok ? "good" : "bad";
-    place.title = response.ok ? "" : body.error.message;
+    if (response.ok) drawHealth("good", `${plural(body.engines.length, "engine")} ready`, "");
+    else drawHealth("bad", "not ready", `Nothing is computed now: ${body.error.message}.`);
   } catch {
-    setText(place, "no connection");
-    place.dataset.state = "bad";
+    drawHealth("bad", "no connection", "The server does not answer.");
   }
+}
+
+function drawHealth(state, text, reason) {
+  setText(byId("health"), text);
+  byId("health").dataset.state = state;
+  setText(byId("waiting"), reason && `${reason} The page looks again every 5 seconds.`);
 }
 
 window.addEventListener("hashchange", show);

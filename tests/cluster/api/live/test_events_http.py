@@ -7,12 +7,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from swell.cluster.api.admin.protocol import ClusterState, CoordinatorState, RescaleState
 from swell.cluster.api.live import feed as live_feed
-from swell.cluster.api.live.log import Observation, happened
+from swell.cluster.api.live.log import Observation, coordinator_answers, happened
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
@@ -188,11 +190,12 @@ def test_observations_use_a_bounded_share_of_a_core(
     play(folder, scene)
 
 
-def test_the_log_distinguishes_leaving_from_dying() -> None:
-    def observed(roster: Roster, **changes: Any) -> Observation:
-        fields = {"cluster": None, "manager_error": None, "coordinator_silent": False}
-        return Observation(roster, **{**fields, "moved_requests": 0, **changes})
+def observed(members: Roster, **changes: Any) -> Observation:
+    fields = {"cluster": None, "manager_answers": True, "coordinator_answers": True}
+    return Observation(members, **{**fields, "moved_requests": 0, **changes})
 
+
+def test_the_log_distinguishes_leaving_from_dying() -> None:
     address = ChannelAddress("host", "ipc://x", "tcp://127.0.0.1:1")
     two = rosters.of(1, [Member(0, address, incarnation=5), Member(1, address, incarnation=6)])
     one = Roster(2, two.members[1:])
@@ -200,12 +203,66 @@ def test_the_log_distinguishes_leaving_from_dying() -> None:
     left = Roster(2, two.members[1:], left=(5,))
     assert list(happened(observed(two), observed(left))) == [("left", "engine 0 left")]
     assert [kind for kind, _ in happened(observed(one), observed(two))] == ["joined"]
-    silent = observed(two, coordinator_silent=True, manager_error="gone", moved_requests=3)
-    assert [kind for kind, _ in happened(observed(two), silent)] == ["moved", "lost", "lost"]
-    assert [kind for kind, _ in happened(silent, observed(two, moved_requests=3))] == [
+    away = observed(two, coordinator_answers=False, manager_answers=False, moved_requests=3)
+    assert [kind for kind, _ in happened(observed(two), away)] == ["moved", "lost", "lost"]
+    assert [kind for kind, _ in happened(away, observed(two, moved_requests=3))] == [
         "found",
         "found",
     ]
+
+
+def state_with(coordinator: CoordinatorState) -> ClusterState:
+    idle = RescaleState(phase="idle")
+    return ClusterState(
+        epoch=1,
+        wave=0,
+        state="serving",
+        target=1,
+        engines=[],
+        coordinator=coordinator,
+        rescale=idle,
+    )
+
+
+def test_the_log_names_a_coordinator_that_was_replaced_unnoticed() -> None:
+    first, second = (state_with(CoordinatorState(pid=pid)) for pid in (7, 8))
+    before, after = observed(Roster(), cluster=first), observed(Roster(), cluster=second)
+    assert [kind for kind, _ in happened(before, after)] == ["lost", "found"]
+    away = observed(Roster(), cluster=first, coordinator_answers=False)
+    texts = [text for _, text in happened(away, after)]
+    assert texts == ["the coordinator answers again", "another coordinator runs, as process 8"]
+
+
+def test_the_manager_knows_first_that_the_coordinator_is_away() -> None:
+    away, there = (state_with(CoordinatorState(error=error)) for error in ("no answer", None))
+    assert not coordinator_answers(away, True, is_silent=False)
+    assert coordinator_answers(there, False, is_silent=False)
+    assert not coordinator_answers(there, True, is_silent=True)
+    assert not coordinator_answers(None, False, is_silent=False), "the manager is away, too"
+
+
+def test_a_manager_that_does_not_answer_delays_no_event(folder: Path) -> None:
+    """The engines are shown as they are now, and the manager's state as it was."""
+
+    async def scene(cluster: FakeCluster) -> None:
+        never = asyncio.Event()
+
+        class Silent:
+            async def remote(self) -> None:
+                await never.wait()
+
+        feed_of(cluster)._manager._manager = SimpleNamespace(describe=Silent())
+        await cluster.join(0)
+        stream = events(cluster)
+        await anext(stream)
+        await cluster.join(1)
+        async for event in stream:
+            if len(event["engines"]) == 2:
+                break
+        assert event["cluster"] is None
+        await stream.aclose()
+
+    play(folder, scene)
 
 
 def test_an_observation_that_fails_is_left_out(
@@ -234,7 +291,7 @@ def test_streams_without_observations_get_comments_and_end(
     monkeypatch.setattr(live_feed, "_PATIENCE_S", 0.01)
 
     async def scene(cluster: FakeCluster) -> None:
-        def fail(_: object) -> None:
+        def fail() -> None:
             raise ValueError
 
         monkeypatch.setattr(feed_of(cluster), "_add", fail)
@@ -249,10 +306,10 @@ def test_errors_with_text_that_is_not_unicode_are_sent(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scene(cluster: FakeCluster) -> None:
-        async def refuse() -> str:
-            return "OSError: /models/\udcff"
+        async def refuse() -> None:
+            raise OSError("/models/\udcff")
 
-        monkeypatch.setattr(feed_of(cluster), "_ask_manager", refuse)
+        monkeypatch.setattr(feed_of(cluster)._manager, "_ask", refuse)
         event = await anext(events(cluster))
         assert event["manager_error"] == "OSError: /models/\udcff"
 

@@ -3,7 +3,18 @@
 import { el, setText } from "../lib/dom.js";
 import { sendJson } from "../lib/http.js";
 
+let obstacle = "";
+let showObstacle = () => {};
+
+// `text` says why no action can be done now; empty: each can. An open dialog waits for that.
+export function setObstacle(text) {
+  obstacle = text;
+  showObstacle();
+}
+
 export function confirmAction({ path, body, title, effect, isDangerous }) {
+  let isSending = false;
+  const state = el("p", { class: "notice", role: "status", id: "confirm-state" });
   const error = el("p", { class: "error", role: "alert" });
   const kind = isDangerous ? "danger" : "primary";
   const yes = el("button", { type: "submit", class: kind, id: "confirm-yes" }, "Do it");
@@ -15,6 +26,7 @@ export function confirmAction({ path, body, title, effect, isDangerous }) {
       { onsubmit },
       el("h2", { id: "confirm-title" }, title),
       el("p", { id: "confirm-effect" }, effect),
+      state,
       error,
       el(
         "div",
@@ -25,19 +37,33 @@ export function confirmAction({ path, body, title, effect, isDangerous }) {
     ),
   );
 
+  function draw() {
+    yes.disabled = isSending || obstacle !== "";
+    setText(state, isSending ? "Sent. The manager has not answered yet." : obstacle);
+  }
+
   async function onsubmit(event) {
     event.preventDefault();
-    yes.disabled = true;
+    if (yes.disabled) return;
+    isSending = true;
+    setText(error, "");
+    draw();
     try {
       await sendJson(path, { key: "admin", method: "POST", body });
       dialog.close();
     } catch (refusal) {
       setText(error, refusal.message);
-      yes.disabled = false;
+      isSending = false;
+      draw();
     }
   }
 
+  showObstacle = draw;
+  draw();
   document.body.append(dialog);
-  dialog.addEventListener("close", () => dialog.remove());
+  dialog.addEventListener("close", () => {
+    showObstacle = () => {};
+    dialog.remove();
+  });
   dialog.showModal();
 }

@@ -14,7 +14,9 @@ export function controlsElement(state) {
     event.preventDefault();
     if (state() && engines.value) confirmAction(scaleAction(state(), Number(engines.value)));
   };
-  const button = (text, onclick) => el("button", { type: "button", onclick }, text);
+  const button = (text, onclick) => {
+    return el("button", { type: "button", id: text.toLowerCase(), onclick }, text);
+  };
   return el(
     "div",
     { class: "controls" },

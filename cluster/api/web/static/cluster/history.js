@@ -33,8 +33,9 @@ function stepRates(before, after) {
   return found;
 }
 
-// Joins what the ingress sees of an engine with what the manager knows of it.
-export function engineRows({ engines, cluster }) {
+// Joins what the ingress sees of an engine with what the manager knows of it. The manager's answer
+// may be old: an engine that only this answer has is gone.
+export function engineRows({ engines, cluster, manager_error: isOld }) {
   const live = new Map(engines.map((engine) => [engine.rank, engine]));
   const known = new Map((cluster?.engines ?? []).map((engine) => [engine.rank, engine]));
   const ranks = [...new Set([...live.keys(), ...known.keys()])].sort((a, b) => a - b);
@@ -43,7 +44,7 @@ export function engineRows({ engines, cluster }) {
     const managed = known.get(rank);
     return {
       rank,
-      state: stateOf(seen, managed),
+      state: stateOf(seen, managed, isOld),
       node: managed?.node ?? null,
       workers: managed?.workers ?? [],
       pid: managed?.pid ?? null,
@@ -58,21 +59,7 @@ export function engineRows({ engines, cluster }) {
   });
 }
 
-function stateOf(seen, managed) {
-  if (managed?.sleep_level) return "asleep";
-  return seen?.state ?? managed?.state ?? "lost";
-}
-
-// What is wrong, for people: [] if nothing is.
-export function problems(event) {
-  const { cluster } = event;
-  return [
-    event.not_ready,
-    event.manager_error && `The manager does not answer (${event.manager_error}). Serving goes on.`,
-    event.coordinator_silent && "The coordinator is silent. Serving goes on.",
-    cluster?.coordinator.error && `Coordinator: ${cluster.coordinator.error}`,
-    cluster?.rescale.error && `Change of engines: ${cluster.rescale.error}`,
-    cluster?.upgrade.error && `Upgrade: ${cluster.upgrade.error}`,
-    cluster?.pending && `Engines ${cluster.pending.ranks.join(", ")}: ${cluster.pending.reason}`,
-  ].filter(Boolean);
+function stateOf(seen, managed, isOld) {
+  if (!seen) return isOld ? "lost" : managed.state;
+  return managed?.sleep_level && !isOld ? "asleep" : seen.state;
 }

@@ -1,11 +1,13 @@
 // The cluster: its state, curves, engines, log and requests, while the view is open.
 
 import { byId, el, setText } from "../lib/dom.js";
-import { clock, count, plural, seconds } from "../lib/format.js";
+import { clock, count, seconds } from "../lib/format.js";
 import { Chart } from "./charts.js";
+import { setObstacle } from "./confirm.js";
 import { controlsElement } from "./controls.js";
 import { EngineTable } from "./engine_table.js";
-import { addToHistory, engineRows, newHistory, problems } from "./history.js";
+import { facts, obstacle, problems } from "./facts.js";
+import { addToHistory, engineRows, newHistory } from "./history.js";
 import { readLive } from "./live.js";
 import { RequestList } from "./requests.js";
 
@@ -103,7 +105,7 @@ function spanButton([text, value]) {
 
 function onEvent(event) {
   addToHistory(history, event);
-  drawProblems(problems(event));
+  drawProblems("");
   drawSummary(event);
   drawCharts();
   parts.engines.draw(engineRows(event), history.steps, event.cluster);
@@ -114,10 +116,13 @@ function onEvent(event) {
 function onState(broken) {
   if (broken === null) return;
   const again = broken.retryS === null ? "" : ` It connects again in ${seconds(broken.retryS)}.`;
-  drawProblems([`The page does not follow the cluster: ${broken.reason}${again}`]);
+  drawProblems(`${broken.reason}${again}`);
 }
 
-function drawProblems(found) {
+// `broken`: why no events arrive; empty while they do.
+function drawProblems(broken) {
+  const found = problems(history.event, broken);
+  setObstacle(obstacle(history.event, broken));
   const text = found.join("\n");
   if (parts.problems.dataset.text === text) return;
   parts.problems.dataset.text = text;
@@ -125,31 +130,12 @@ function drawProblems(found) {
 }
 
 function drawSummary(event) {
-  const { cluster, engines } = event;
-  const active = engines.filter(({ state }) => state === "active").length;
-  const facts = {
-    State: cluster?.state ?? "unknown",
-    Engines: cluster ? `${active} of ${cluster.target}` : String(active),
-    Change: cluster ? changeText(cluster) : "unknown",
-    Epoch: count(cluster?.epoch),
-    Wave: count(cluster?.wave),
-    Hosts: String(new Set((cluster?.engines ?? []).map(({ node }) => node).filter(Boolean)).size),
-    Coordinator: event.coordinator_silent ? "silent" : "answers",
-    Manager: event.manager_error ? "does not answer" : "answers",
-  };
+  const found = facts(event);
   if (!parts.summary.children.length) {
-    const made = Object.keys(facts).map((name) => el("div", {}, el("dt", {}, name), el("dd")));
+    const made = found.map(([name]) => el("div", {}, el("dt", {}, name), el("dd")));
     parts.summary.replaceChildren(...made);
   }
-  Object.values(facts).forEach((text, index) => {
-    setText(parts.summary.children[index].lastChild, text);
-  });
-}
-
-function changeText({ rescale, upgrade }) {
-  if (upgrade.phase !== "idle") return `upgrade: ${upgrade.phase}`;
-  if (rescale.failures) return `${rescale.phase}, ${plural(rescale.failures, "failure")}`;
-  return rescale.phase === "idle" ? "none" : rescale.phase;
+  found.forEach(([, text], index) => setText(parts.summary.children[index].lastChild, text));
 }
 
 function drawCharts() {

@@ -2,7 +2,8 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { drainAction, pauseAction, scaleAction } from "./static/cluster/actions.js";
 import { niceTop, pathOf, thinned } from "./static/cluster/charts.js";
-import { addToHistory, engineRows, newHistory, problems } from "./static/cluster/history.js";
+import { facts, obstacle, problems } from "./static/cluster/facts.js";
+import { addToHistory, engineRows, newHistory } from "./static/cluster/history.js";
 import { phasesOf } from "./static/cluster/timeline.js";
 
 const engine = (rank, more = {}) => ({ rank, state: "active", running: 1, waiting: 0, steps: 0, ...more });
@@ -37,11 +38,28 @@ test("engines are shown that only the ingress or only the manager knows", () => 
   assert.deepEqual(engineRows(event(1, { engines: [engine(0)] })).map(({ rank }) => rank), [0]);
 });
 
+const healthy = { coordinator: {}, rescale: { phase: "idle" }, upgrade: { phase: "idle" }, engines: [], state: "serving", target: 2 };
+const answering = { cluster: healthy, cluster_at: 1, manager_error: null, coordinator_answers: true, not_ready: null };
+
 test("problems are named, and a cluster without any has none", () => {
-  const healthy = { coordinator: {}, rescale: {}, upgrade: {} };
-  assert.deepEqual(problems(event(1, { cluster: healthy })), []);
-  const found = problems(event(1, { manager_error: "gone", coordinator_silent: true, not_ready: "no engine" }));
-  assert.equal(found.length, 3);
+  assert.deepEqual(problems(event(1, answering), ""), []);
+  const away = { ...answering, manager_error: "gone", coordinator_answers: false, not_ready: "no engine" };
+  assert.equal(problems(event(1, away), "").length, 3);
+  assert.match(problems(null, "it is gone")[0], /does not follow the cluster: it is gone/);
+});
+
+test("what only the manager knows is not shown as the present while it is away", () => {
+  const engines = [{ rank: 1, state: "active", workers: [] }];
+  const away = { ...answering, cluster: { ...healthy, engines, state: "changing" }, manager_error: "gone" };
+  const shown = new Map(facts(event(1, { ...away, engines: [engine(0)] })));
+  assert.deepEqual(["State", "Engines", "Change", "Manager"].map((name) => shown.get(name)), ["serving", "1 of 2", "unknown", "does not answer"]);
+  assert.equal(engineRows(event(1, away))[0].state, "lost");
+});
+
+test("an operation waits for the manager and for the stream", () => {
+  assert.equal(obstacle(event(1, answering), ""), "");
+  assert.match(obstacle(event(1, { ...answering, manager_error: "gone" }), ""), /the manager does not answer \(gone\)/);
+  assert.match(obstacle(null, "it is gone"), /it is gone/);
 });
 
 test("a confirmation states the effect", () => {
