@@ -11,6 +11,7 @@ from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routi
 from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
+from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
@@ -164,7 +165,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
             if kind != "function":
                 problem = "is not supported; only 'function' is"
                 raise bad_value(f"{path}.type", kind, problem, "unsupported_value")
-            tools.append(decode_part(msgspec.json.encode(tool), FunctionTool, path))
+            tools.append(decode_part(encode_json(tool), FunctionTool, path))
         return tools
 
     def function_choice(self) -> str | FunctionChoice | AllowedToolsChoice | None:
@@ -183,7 +184,7 @@ class ResponsesRequest(SamplingFields, kw_only=True, omit_defaults=True):
                 "'tools': [{'type': 'function', 'name': NAME}]}",
                 "unsupported_value",
             )
-        return decode_part(msgspec.json.encode(choice), kind, "tool_choice")
+        return decode_part(encode_json(choice), kind, "tool_choice")
 
     def _check_stream(self) -> None:
         if self.stream_options is not None and not self.stream:

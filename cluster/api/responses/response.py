@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, Meta, UnsetType
 
 from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
 from swell.cluster.api.responses.protocol import ResponsesRequest
-from swell.cluster.text.json_types import JsonObject
+from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.params.sampling_params import bad_value
+
+SentObject = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
+"""An object of the request, with all digits of its numbers."""
 
 
 class InputTokensDetails(Body, kw_only=True):
@@ -47,6 +50,11 @@ class IncompleteDetails(Body, kw_only=True):
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
+class ResponseText(Body, kw_only=True):
+    format: SentObject
+    verbosity: str = "medium"
+
+
 class ResponseBody(Body, kw_only=True):
     id: str
     object: Literal["response"] = "response"
@@ -70,9 +78,9 @@ class ResponseBody(Body, kw_only=True):
     store: bool
     """Whether the response is stored; false also if storing it has failed."""
     temperature: float
-    text: dict[str, Any]
+    text: ResponseText
     tool_choice: str | dict[str, Any]
-    tools: list[dict[str, Any]]
+    tools: list[SentObject]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
@@ -104,12 +112,10 @@ class ResponseDeleted(Body, kw_only=True):
 
 def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> ResponseBody:
     """Returns the response to a request before any output exists."""
-    form: JsonObject = {"type": "text"}
+    form: object = {"type": "text"}
     if body.text and body.text.format:
         is_schema = body.text.format.type == "json_schema"
-        form = (
-            msgspec.to_builtins(body.text.format) if is_schema else {"type": body.text.format.type}
-        )
+        form = body.text.format if is_schema else {"type": body.text.format.type}
     return ResponseBody(
         id=new_id("resp"),
         created_at=int(time.time()),
@@ -125,14 +131,18 @@ def begin_response(body: ResponsesRequest, model: str, *, store: bool) -> Respon
         safety_identifier=body.safety_identifier,
         store=store,
         temperature=1.0 if body.temperature is None else body.temperature,
-        text={"format": form, "verbosity": "medium"},
+        text=ResponseText(format=_as_sent(form)),
         tool_choice=body.tool_choice or "auto",
-        tools=[msgspec.to_builtins(tool) for tool in body.function_tools()],
+        tools=[_as_sent(tool) for tool in body.function_tools()],
         top_logprobs=body.top_logprobs or 0,
         top_p=1.0 if body.top_p is None else body.top_p,
         user=body.user,
         metadata=body.metadata or {},
     )
+
+
+def _as_sent(part: object) -> msgspec.Raw:
+    return msgspec.Raw(encode_json(part))
 
 
 def item_list(

@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId, parse_event_id
+from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, shown
 from swell.cluster.text.schema.request_body import RequestBody
 
@@ -52,7 +53,7 @@ def answer_name(owner: str, path: str, key: str, body: RequestBody) -> str:
     """Returns a digest of the request. It covers the decoded body, so white space and the order of
     fields do not matter. Every ingress computes the same name for an answer, and derives the same
     ids and seed from it."""
-    parts = [owner.encode(), path.encode(), key.encode(), msgspec.json.encode(body)]
+    parts = [owner.encode(), path.encode(), key.encode(), encode_json(body)]
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "big"))

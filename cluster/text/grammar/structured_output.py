@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.exact_numbers import decode_json, encode_json
 from swell.cluster.text.grammar.lark_compiler import (
     MAX_BYTES,
     check_bytes,
@@ -177,7 +178,7 @@ def inline_json(schema: JsonSchema) -> str:
     Raises ValueError for one that no grammar can enforce, or that is too long, which a fast encoder
     measures."""
     try:
-        size = len(msgspec.json.encode(schema))
+        size = len(encode_json(schema))
     except RecursionError:
         raise SchemaError("is nested too deeply") from None
     if size > MAX_BYTES:
@@ -229,7 +230,7 @@ def _json(value: JsonSchema | bool | str, param: str, keywords: SchemaKeywords) 
 def _parsed(text: str, param: str) -> Any:
     """Parses a schema that was sent as text; NaN and infinity are not accepted."""
     try:
-        return msgspec.json.decode(text)
+        return decode_json(text)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"{param} is not JSON: {error}", param) from None
 

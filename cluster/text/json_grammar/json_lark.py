@@ -38,7 +38,7 @@ from swell.cluster.text.json_grammar.schema_merging import (
     Shape,
     StringShape,
 )
-from swell.cluster.text.json_grammar.schema_nodes import SchemaError
+from swell.cluster.text.json_grammar.schema_nodes import SchemaError, at
 from swell.cluster.text.json_grammar.string_terminals import (
     WHITESPACE,
     library_rule,
@@ -149,7 +149,7 @@ class _Writer:
             case LiteralShape():
                 return " | ".join(map(literal, shape.texts))
             case NumberShape():
-                return self._number(shape.numbers)
+                return self._number(shape.numbers, shape.path)
             case StringShape():
                 return self._named(shape.expression, "T" if shape.is_terminal else "t")
             case PlaceShape():
@@ -168,13 +168,14 @@ class _Writer:
             self._lines.append(f"{self._names[expression]}: {expression}")
         return self._names[expression]
 
-    def _number(self, numbers: NumberRange) -> str:
+    def _number(self, numbers: NumberRange, path: str) -> str:
         try:
             return self._named(number_terminal(numbers), "N")
         except UnsupportedNumber as error:
             if numbers.multiple_of is None:
-                raise SchemaError(f"has a bound for a number that {error}") from None
-        return self._named(multiple_rule(numbers), "m")
+                place = f" at {path}" if path else ""
+                raise SchemaError(f"has{place} a bound for a number that {error}") from None
+        return self._named(multiple_rule(numbers, at(path, "multipleOf")), "m")
 
     def _array(self, shape: ArrayShape) -> str:
         prefix, most = shape.prefix, shape.most

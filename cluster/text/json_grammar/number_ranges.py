@@ -16,8 +16,9 @@ its upper bound: `/.../ & /.../ & /.../`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from decimal import Decimal
+import re
+from collections.abc import Callable, Iterator
+from decimal import Context, Decimal
 from fractions import Fraction
 
 import msgspec
@@ -36,6 +37,7 @@ point."""
 MAX_LAST_DIGITS = 256
 """Limit on the different endings of multiples of a number, such as "00", "25", "50" and "75"."""
 _NEVER_ABOVE = Decimal(10) ** (MAX_INT_DIGITS + 10**MAX_EXPONENT_DIGITS)
+_SHOWN = Context(prec=40)
 
 ZERO = Decimal(0)
 
@@ -66,9 +68,7 @@ class NumberRange(msgspec.Struct, frozen=True):
             high = f"{'less than' if self.high_open else 'at most'} {self.high}"
         step = None
         if self.multiple_of is not None:
-            numerator, denominator = self.multiple_of.as_integer_ratio()
-            # Not a float, whose maximum may be exceeded.
-            step = f"a multiple of {Decimal(numerator) / Decimal(denominator):.6g}"
+            step = f"a multiple of {shown_fraction(self.multiple_of)}"
         kind = "an integer" if self.integer else None
         return " and ".join(one for one in (kind, low, high, step) if one)
 
@@ -144,6 +144,11 @@ def _common_multiple(one: Fraction, two: Fraction) -> Fraction:
     )
 
 
+def shown_fraction(value: Fraction) -> str:
+    """Returns a fraction for an error message, with up to 40 digits."""
+    return str(_SHOWN.divide(Decimal(value.numerator), Decimal(value.denominator)))
+
+
 def number_text(value: Decimal) -> str:
     """Returns a number in digits without an exponent, as short as possible."""
     text = f"{value:f}"
@@ -192,7 +197,9 @@ def _needed(bound: Decimal | None, other: Decimal | None, side: int) -> Decimal 
     if _outwards(bound, side) > beyond:
         return None
     if len(number_text(bound)) > MAX_BOUND_DIGITS:
-        raise UnsupportedNumber(f"has more than {MAX_BOUND_DIGITS} digits, the limit")
+        raise UnsupportedNumber(
+            f"is {bound:.6g} and has more than {MAX_BOUND_DIGITS} digits, the limit"
+        )
     return bound
 
 
@@ -240,9 +247,9 @@ def _above(bound: Decimal, *, inclusive: bool) -> list[str]:
         if digit != "9":
             rest = len(whole) - at - 1
             found.append(f"{whole[:at]}[{int(digit) + 1}-9][0-9]{{{rest}}}{_ANY_FRACTION}")
-    for at, digit in enumerate(fraction):
+    for before, digit, same in _runs(fraction):
         if digit != "9":
-            found.append(rf"{whole}\.{fraction[:at]}[{int(digit) + 1}-9][0-9]*")
+            found.append(rf"{whole}\.{before}{same}[{int(digit) + 1}-9][0-9]*")
     found.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
     if inclusive:
         found.append(_equal(whole, fraction))
@@ -260,13 +267,21 @@ def _below(bound: Decimal, *, inclusive: bool) -> list[str]:
         if int(digit) > least:
             rest = len(whole) - at - 1
             found.append(f"{whole[:at]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}{_ANY_FRACTION}")
-    for at, digit in enumerate(fraction):
-        found.append(rf"{whole}\.{fraction[:at]}" if at else whole)
+    found += [whole] if fraction else []
+    for before, digit, same in _runs(fraction):
+        found.append(rf"{whole}\.{before}{same}")
         if digit != "0":
-            found.append(rf"{whole}\.{fraction[:at]}[0-{int(digit) - 1}][0-9]*")
+            found.append(rf"{whole}\.{before}{same}[0-{int(digit) - 1}][0-9]*")
     if inclusive:
         found.append(_equal(whole, fraction))
     return found
+
+
+def _runs(fraction: str) -> Iterator[tuple[str, str, str]]:
+    """Yields each run of equal digits: the digits before it, its digit, and the expression of a
+    shorter run. One expression for all places in a run keeps those of very small numbers short."""
+    for run in re.finditer(r"(.)\1*", fraction):
+        yield fraction[: run.start()], run[1], f"{run[1]}{{0,{len(run[0]) - 1}}}"
 
 
 def _equal(whole: str, fraction: str) -> str:

@@ -249,7 +249,8 @@ def _unique_items(keywords: SchemaKeywords, node: JsonSchema, path: str) -> Json
 def _contains(keywords: SchemaKeywords, node: JsonSchema, path: str) -> JsonSchema:
     names = ("contains", "minContains", "maxContains")
     rest = _without(node, *names)
-    if "contains" not in node or (node.get("minContains") == 0 and "maxContains" not in node):
+    least = bounds([node], "minContains", "maxContains")[0] if "minContains" in node else 1
+    if "contains" not in node or (least == 0 and "maxContains" not in node):
         return rest
     if _is_true(node["contains"]):
         counts: JsonSchema = {"minItems": node.get("minContains", 1)}

@@ -44,10 +44,13 @@ Place = tuple[JsonSchema, ...] | None
 """Schemas that apply to one value; None if no value fits. Nodes are compared by identity."""
 
 _CHOICES = ("anyOf", "oneOf")
+_NUMBER_KEYWORDS = frozenset(
+    ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+)
 _CONSTRAINTS = frozenset(
     (
         *("type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref"),
-        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+        *_NUMBER_KEYWORDS,
         *("minLength", "maxLength", "pattern", "format"),
         *("items", "prefixItems", "additionalItems", "minItems", "maxItems"),
         *("properties", "patternProperties", "additionalProperties", "required"),
@@ -74,6 +77,8 @@ class LiteralShape(msgspec.Struct, frozen=True):
 
 class NumberShape(msgspec.Struct, frozen=True):
     numbers: NumberRange
+    path: str = ""
+    """The path of a schema that constrains the number."""
 
 
 class StringShape(msgspec.Struct, frozen=True):
@@ -166,8 +171,12 @@ class SchemaMerger:
 
     def _drop(self, nodes: list[JsonSchema], reason: str) -> None:
         """Stores why a place lost a kind of value, for the error if no kind remains."""
-        path = next((self._paths[id(node)] for node in nodes if id(node) in self._paths), "")
+        path = self._path_of(nodes)
         self.reasons.append(f"{reason}{f' at {path}' if path else ''}")
+
+    def _path_of(self, nodes: list[JsonSchema]) -> str:
+        """Returns the path of the first node that has one."""
+        return next((self._paths[id(node)] for node in nodes if id(node) in self._paths), "")
 
     def _check(self, node: JsonSchema) -> None:
         for keyword in sorted(CLEANED & set(node)):
@@ -247,7 +256,8 @@ class SchemaMerger:
         if "number" in kinds and numbers.is_empty:
             self._drop(nodes, f"no number is {numbers}")
         elif "number" in kinds:
-            shapes.append(NumberShape(numbers))
+            limiting = [node for node in nodes if _NUMBER_KEYWORDS & set(node)]
+            shapes.append(NumberShape(numbers, self._path_of(limiting)))
         if "string" in kinds:
             shapes += self._strings(nodes, limits, None)
         if "array" in kinds and (array := self._array(nodes)) is not None:

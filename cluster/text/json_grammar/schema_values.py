@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 from typing import Any
 
-from swell.cluster.text.json_grammar.number_ranges import NumberRange
+from swell.cluster.text.exact_numbers import ExactFloat
+from swell.cluster.text.json_grammar.number_ranges import MAX_BOUND_DIGITS, NumberRange
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError, listed, shown_value
 from swell.cluster.text.json_types import JsonSchema, JsonValue
 
@@ -18,6 +19,7 @@ MAX_COUNTS = {
     ("minItems", "maxItems"): MAX_ITEMS,
     ("minLength", "maxLength"): MAX_LENGTH,
     ("minProperties", "maxProperties"): MAX_ITEMS,
+    ("minContains", "maxContains"): MAX_ITEMS,
 }
 
 
@@ -43,8 +45,8 @@ def bounds(nodes: list[JsonSchema], low: str, high: str) -> tuple[int, int | Non
 
 def _count(node: JsonSchema, keyword: str, limit: int | None) -> int:
     value = node[keyword]
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    if isinstance(value, float) and (number := decimal_of(value)) == int(number):
+        value = int(number)
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise SchemaError(
             f"has {keyword}={shown_value(value)}, which must be an integer of at least 0"
@@ -118,10 +120,27 @@ def kind_of(value: JsonValue) -> str:
 
 def decimal_of(value: float) -> Decimal:
     """Converts a JSON number to a decimal without rounding. Raises SchemaError for NaN and
-    infinity."""
+    infinity, and for a number with too many digits."""
     if isinstance(value, float) and not math.isfinite(value):
         raise SchemaError(f"has the number {value}, which JSON does not have")
-    return Decimal(repr(value))
+    try:
+        number = Decimal(repr(value))
+    except InvalidOperation:  # an exponent beyond all decimals
+        number = None
+    if isinstance(value, ExactFloat) and (number is None or _num_digits(number) > MAX_BOUND_DIGITS):
+        raise SchemaError(
+            f"has the number {shown_value(value)}, whose digits without an exponent are too many: "
+            f"at most {MAX_BOUND_DIGITS} are allowed"
+        )
+    assert number is not None, "floats and integers are decimals"
+    return number
+
+
+def _num_digits(number: Decimal) -> int:
+    """Returns how many digits a number has without an exponent."""
+    _, digits, exponent = number.as_tuple()
+    assert isinstance(exponent, int), "the number is finite"
+    return max(len(digits) + exponent, 1) + max(-exponent, 0)
 
 
 def number_range(node: JsonSchema) -> NumberRange:
@@ -144,7 +163,7 @@ def number_range(node: JsonSchema) -> NumberRange:
         numbers = numbers.intersect(low)
     if "multipleOf" in node:
         step = node["multipleOf"]
-        if isinstance(step, bool) or not isinstance(step, int | float) or step <= 0:
+        if isinstance(step, bool) or not isinstance(step, int | float) or decimal_of(step) <= 0:
             raise SchemaError(f"has multipleOf={shown_value(step)}, which must be more than 0")
         numbers = numbers.intersect(NumberRange(multiple_of=Fraction(decimal_of(step))))
     return numbers

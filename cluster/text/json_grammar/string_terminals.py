@@ -7,7 +7,7 @@ import json
 from fractions import Fraction
 
 from swell.cluster.text.json_grammar.ecma_patterns import library_pattern
-from swell.cluster.text.json_grammar.number_ranges import NumberRange
+from swell.cluster.text.json_grammar.number_ranges import NumberRange, shown_fraction
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
 from swell.cluster.text.json_grammar.string_patterns import (
@@ -24,6 +24,9 @@ write JSON in lines, but cannot write blanks forever."""
 
 MAX_MULTIPLE = 10**15
 """The largest multiple in an expression that the library evaluates: it computes in doubles."""
+
+MAX_DENOMINATOR = 10**6
+"""The largest denominator of a divisor there."""
 
 LIBRARY_SCHEMA = "%json "
 """The beginning of a rule that is a schema of the library."""
@@ -82,19 +85,25 @@ def _terminal(limits: list[JsonSchema], splits: list[SplitPattern], texts: list[
     return " & ".join(parts)
 
 
-def multiple_rule(numbers: NumberRange) -> str:
-    """Returns a rule for multiples that no expression over digits can express, such as those of
-    3."""
+def multiple_rule(numbers: NumberRange, where: str) -> str:
+    """Returns a rule for multiples that no expression over digits can express, such as those of 3.
+    `where` is the path of the divisor."""
     step = numbers.step
     assert step is not None and numbers.multiple_of is not None
     most_steps = int(MAX_MULTIPLE / step) if step >= 1 else MAX_MULTIPLE
     least, most = numbers.multiples
     low = max(-most_steps, -most_steps if least is None else least)
     high = min(most_steps, most_steps if most is None else most)
-    if low > high or step.numerator > MAX_MULTIPLE or step.denominator > 10**6:
+    named = f"has {where}={shown_fraction(numbers.multiple_of)}"
+    if step.numerator > MAX_MULTIPLE or step.denominator > MAX_DENOMINATOR:
         raise SchemaError(
-            f"has multipleOf={_number(numbers.multiple_of)} together with bounds, which can only "
-            f"be enforced up to {MAX_MULTIPLE}"
+            f"{named}, which cannot be enforced: the last digits of a number do not show whether "
+            f"it is a multiple, and the divisor is more than {MAX_MULTIPLE} or no multiple of "
+            f"1/{MAX_DENOMINATOR}"
+        )
+    if low > high:
+        raise SchemaError(
+            f"{named} together with bounds, which can only be enforced up to {MAX_MULTIPLE}"
         )
     kind = "integer" if numbers.integer else "number"
     return library_rule(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from swell.cluster.text.exact_numbers import decode_json, read_float
 from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.params.field_path import (
     MAX_PATH_CHARS,
@@ -37,7 +38,7 @@ _MAX_ERROR_CHARS = 1000
 
 @cache
 def _decoder(kind: type[RequestBody]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, float_hook=read_float)
 
 
 _JSON_TYPE_NAMES = {
@@ -208,7 +209,7 @@ def _unknown_field(full: str, name: str, path: str, kind: type[RequestBody]) -> 
 def _lookup(body: bytes, path: str) -> tuple[bool, JsonValue]:
     """Returns whether there is a single value at `path`, and the value."""
     try:
-        value = msgspec.json.decode(body)
+        value = decode_json(body)
         for key in split_path(path):
             value = value[key]
     except (ValueError, LookupError, TypeError, RecursionError):

@@ -7,11 +7,11 @@ follows the schema down; keywords that it cannot enforce there are refused by na
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.grammar.structured_output import inline_json
 from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.parsers.deltas import Tool
@@ -183,7 +183,7 @@ def _written(value: Any, where: str) -> str:
             return f'"[" {items} "]"'
         case dict():
             raise ValueError(f"{where} are objects in an enum, which this format cannot enforce")
-    return literal(json.dumps(value))
+    return literal(encode_json(value).decode())
 
 
 def _gemma_values(quote: str, special: Mapping[str, int]) -> list[str]:

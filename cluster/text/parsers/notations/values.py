@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from swell.cluster.text.exact_numbers import ExactFloat
 from swell.cluster.text.json_types import JsonObject, JsonSchema, JsonValue
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES, PYTHON_WORDS, JsonChecker
 
@@ -24,8 +25,8 @@ MAX_SCHEMA_NODES = 256
 _TYPES = {kind: frozenset((kind,)) for kind in JSON_TYPES}
 _TYPES["integer"] = _TYPES["float"] = _TYPES["number"]
 _encode = json.JSONEncoder(ensure_ascii=False).encode
-_PYTHON_TYPES = {str: "string", bool: "boolean", int: "number", float: "number"}
-_PYTHON_TYPES |= {list: "array", dict: "object", type(None): "null"}
+_PYTHON_TYPES: dict[type, str] = {str: "string", bool: "boolean", list: "array", dict: "object"}
+_PYTHON_TYPES |= {int: "number", float: "number", ExactFloat: "number", type(None): "null"}
 
 
 def json_escaped(text: str) -> str:

@@ -45,16 +45,20 @@ RELATED: dict[str, set[str]] = {
 """Field -> fields that a rule between the two may name instead."""
 
 
-def sent_bodies() -> list[tuple[str, str, dict[str, Any]]]:
-    """Returns (path, field, body with a wrong value in the field)."""
+def fields_of_bodies() -> list[tuple[str, str]]:
+    """Returns (path, field) of every body in `BODIES`."""
     kinds: dict[str, type[RequestBody]] = {
         one.path: one.body for one in OPERATIONS if one.body is not None
     }
+    return [(path, field) for path in BODIES for field in kinds[path].__struct_fields__]
+
+
+def sent_bodies() -> list[tuple[str, str, dict[str, Any]]]:
+    """Returns (path, field, body with a wrong value in the field)."""
     found = []
-    for path, plain in BODIES.items():
-        for field in kinds[path].__struct_fields__:
-            others = NAMES.get((path, field), TWO.get(field, {}))
-            found += [(path, field, {**plain, **others, field: value}) for value in WRONG]
+    for path, field in fields_of_bodies():
+        others = NAMES.get((path, field), TWO.get(field, {}))
+        found += [(path, field, {**BODIES[path], **others, field: value}) for value in WRONG]
     return found
 
 

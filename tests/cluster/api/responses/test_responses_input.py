@@ -456,7 +456,7 @@ def test_pages_follow_each_other(count: int, limit: int, newest_first: bool) -> 
 def test_a_response_repeats_the_request() -> None:
     tool = {"type": "function", "name": "f", "parameters": {}}
     body = read(tools=[tool], metadata={"a": "b"}, temperature=0.5, instructions="x")
-    response = msgspec.to_builtins(begin_response(body, "m", store=True))
+    response = msgspec.json.decode(msgspec.json.encode(begin_response(body, "m", store=True)))
     assert response["tools"] == [{**tool, "description": None, "strict": None}]
     assert (response["temperature"], response["top_p"], response["store"]) == (0.5, 1.0, True)
     assert (response["metadata"], response["instructions"]) == ({"a": "b"}, "x")

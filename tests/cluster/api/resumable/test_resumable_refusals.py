@@ -11,6 +11,7 @@ import pytest
 
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.resumable.resumable_request import answer_name
+from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.resumable.resumable_server import (
     COMPLETION,
     REQUESTS,
@@ -59,6 +60,9 @@ def test_the_name_of_an_answer_depends_on_the_whole_request() -> None:
         ("", "/v1/a", "k", CompletionRequest(prompt="b")),
         ("", "/v1/ak", "", body),
     ]
+    for digits in ("0.12345678901234567", "0.123456789012345678"):
+        text = f'{{"prompt": "a", "structured_outputs": {{"json": {{"const": {digits}}}}}}}'
+        asked.append(("", "/v1/a", "k", decode(text.encode(), CompletionRequest)))
     assert len({answer_name(*one) for one in asked}) == len(asked)
     assert answer_name(*asked[0]) == answer_name("", "/v1/a", "k", CompletionRequest(prompt="a"))
 

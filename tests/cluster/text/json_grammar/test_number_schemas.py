@@ -9,12 +9,14 @@ from fractions import Fraction
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
 from swell.cluster.text.json_grammar.number_ranges import (
     MAX_EXPONENT_DIGITS,
@@ -23,15 +25,28 @@ from swell.cluster.text.json_grammar.number_ranges import (
     number_text,
 )
 from swell.cluster.text.json_grammar.schema_values import kind_of
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.schema.decode import decode
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token
 Schema = dict[str, Any]
+"""A schema whose numbers are integers, floats, or decimals that no float holds."""
+
+_write = msgspec.json.Encoder(decimal_format="number").encode
 
 
-def grammar(schema: Schema) -> str:
-    return compile_grammar(StructuredOutputs(json=schema)).lark
+def grammar(schema: Schema, *, as_text: bool = False) -> str:
+    """Returns the grammar of a schema in a request's body, or of its text in one."""
+    form = {"json": _write(schema).decode() if as_text else schema}
+    turn = {"role": "user", "content": "a"}
+    body = decode(_write({"messages": [turn], "structured_outputs": form}), ChatCompletionRequest)
+    assert body.structured_outputs is not None
+    return compile_grammar(body.structured_outputs).lark
+
+
+def exact(value: Any) -> Decimal:
+    return value if isinstance(value, Decimal) else Decimal(repr(value))
 
 
 def accepts(lark: str, text: str) -> bool:
@@ -60,7 +75,7 @@ def fits(schema: Schema, text: str) -> bool:
     """Returns whether the value satisfies the schema. The check is exact because floats are parsed
     as decimals."""
     value = json.loads(text, parse_float=Decimal)
-    exact = json.loads(json.dumps(schema), parse_float=Decimal)
+    parsed = json.loads(_write(schema), parse_float=Decimal)
     checker = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
         {
             "number": lambda _, one: isinstance(one, int | Decimal) and not isinstance(one, bool),
@@ -72,7 +87,7 @@ def fits(schema: Schema, text: str) -> bool:
     validator = jsonschema.validators.extend(
         jsonschema.Draft202012Validator, {"multipleOf": _multiple_of}, type_checker=checker
     )
-    return bool(validator(exact).is_valid(value))
+    return bool(validator(parsed).is_valid(value))
 
 
 def _multiple_of(_validator: Any, step: Any, instance: Any, _schema: Schema) -> Any:
@@ -87,8 +102,30 @@ def _multiple_of(_validator: Any, step: Any, instance: Any, _schema: Schema) -> 
 # --------------------------------------------------------------------------------- the generator
 
 _SMALL = st.builds(lambda n, e: n / 10**e, st.integers(-2000, 2000), st.integers(0, 3))
+_DIGITS = st.text("0123456789", min_size=17, max_size=30)
+
+
+def _placed(digits: str, point: int, sign: str) -> Decimal:
+    """Returns the number with these digits, with a point among them or before them."""
+    return Decimal(f"{sign}{digits[:point]}.{digits[point:]}")
+
+
+_EXACT = Context(prec=500)
+_LONG = st.one_of(
+    st.builds(_placed, _DIGITS, st.integers(0, 30), st.sampled_from(["", "-"])),
+    st.builds(
+        lambda bound, offset: bound + Decimal(offset).scaleb(-19),
+        st.sampled_from([Decimal(0), Decimal(1), Decimal(-1), Decimal("0.1"), Decimal("-9.6")]),
+        st.integers(-3, 3),
+    ),
+    st.sampled_from([Decimal("1e-400"), Decimal("-2.5e-324"), Decimal("9007199254740993.0")]),
+)
+"""Numbers with a point whose digits a double cannot hold: with many digits, next to short ones, or
+very small ones."""
+_LONG_DIVISORS = ("0.1000000000000000000000001", "9007199254740993.0", "2.5000000000000000001")
 _BOUNDS = st.one_of(
     _SMALL,
+    _LONG,
     st.integers(-20, 20),
     st.sampled_from([0, -0.0, 1, -1, 9, 10, 99, 100, 0.5, 1.05, 9.6, -1.5, 1e-7, 1e21]),
     st.integers(-(2**64), 2**64),
@@ -97,6 +134,7 @@ _BOUNDS = st.one_of(
     st.floats(-1e6, 1e6, allow_nan=False),
     st.sampled_from([1e139, -1e140, 1e141, -1e141, 2e141, 1e200, 3e200, -1e200, 1e201]),
 )
+_DIVISORS = [1, 2, 3, 5, 0.5, 0.25, 0.01, 10, 12, 0.3, *map(Decimal, _LONG_DIVISORS)]
 _LOW = st.sampled_from(["minimum", "exclusiveMinimum"])
 _HIGH = st.sampled_from(["maximum", "exclusiveMaximum"])
 
@@ -106,17 +144,15 @@ def numeric_schemas(draw: st.DrawFn) -> Schema:
     schema: Schema = {"type": draw(st.sampled_from(["number", "integer"]))}
     low, high = draw(_BOUNDS), draw(_BOUNDS)
     if draw(st.booleans()):
-        high = low + draw(st.sampled_from([0, 0.05, 0.5, 1, 1.5, 30]))
+        step = draw(st.sampled_from([0, 0.05, 0.5, 1, 1.5, 30]))
+        high = _EXACT.add(low, exact(step)) if isinstance(low, Decimal) else low + step
     if draw(st.integers(0, 4)):
         schema[draw(_LOW)] = low
     if draw(st.integers(0, 4)):
         schema[draw(_HIGH)] = high
     if draw(st.integers(0, 3)) == 0:
-        schema["multipleOf"] = draw(st.sampled_from([1, 2, 3, 5, 0.5, 0.25, 0.01, 10, 12, 0.3]))
+        schema["multipleOf"] = draw(st.sampled_from(_DIVISORS))
     return schema
-
-
-_EXACT = Context(prec=500)
 
 
 def near(schema: Schema) -> list[str]:
@@ -124,8 +160,9 @@ def near(schema: Schema) -> list[str]:
     found = {"0", "-0", "0.0", "-0.0", "1", "-1", "0.5", "10"}
     for keyword in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
         if keyword in schema:
-            bound = Decimal(repr(schema[keyword]))
-            for step in ("0", "1", "-1", "0.5", "-0.5", "0.01", "-0.01", "1e-25", "-1e-25"):
+            bound = exact(schema[keyword])
+            steps = ("0", "1", "-1", "0.5", "-0.5", "0.01", "-0.01", "1e-17", "-1e-17")
+            for step in (*steps, "1e-25", "-1e-25", "1e-40", "-1e-40"):
                 text = f"{_EXACT.add(bound, Decimal(step)):f}"
                 found |= {text, f"{text}0" if "." in text else f"{text}.0"}
     return sorted(found)
@@ -145,6 +182,11 @@ def near(schema: Schema) -> list[str]:
 @example({"type": "number", "minimum": -1e200, "maximum": -1e199}, 0)
 @example({"type": "integer", "minimum": -(10**33) - 7, "maximum": -(10**33) - 5}, 0)
 @example({"type": "number", "minimum": -1e140, "maximum": 1e141}, 0)
+@example({"type": "number", "maximum": Decimal("0.1234567890123456789")}, 0)
+@example({"type": "number", "exclusiveMinimum": Decimal("1.00000000000000000001")}, 0)
+@example({"type": "number", "exclusiveMinimum": 0, "maximum": Decimal("2e-324")}, 0)
+@example({"type": "number", "exclusiveMinimum": Decimal("-1e-400")}, 0)
+@example({"type": "number", "minimum": 1, "multipleOf": Decimal("1.0000000000000000001")}, 0)
 def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int) -> None:
     lark, refusal = "", ""
     try:
@@ -152,8 +194,10 @@ def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int
     except BadRequest as error:
         refusal = error.message
     if refusal:
-        assert "no answer can match" in refusal or "multipleOf" in refusal
+        limits = ("no answer can match", "multipleOf", "at most 400 are allowed")
+        assert any(limit in refusal for limit in limits), refusal
         return
+    assert grammar(schema, as_text=True) == lark
     for text in (walk(lark, seed), walk(lark, seed + 1)):
         assert fits(schema, text), (schema, text)
     for text in near(schema):
@@ -181,6 +225,7 @@ _VALUES = st.one_of(
     st.integers(2**53 - 2, 2**53 + 3),
     st.floats(allow_nan=False, allow_infinity=False),
     _LARGE,
+    _LONG.filter(lambda value: value != Decimal("1e-400")),
     st.sampled_from([0, 1, 1.0, True, False, None, "1", [1], {"a": 9007199254740993}]),
 )
 
@@ -192,6 +237,8 @@ _VALUES = st.one_of(
 @example([1e200, 2], False, 0)
 @example([-1e141], True, 0)
 @example([1.7976931348623157e308], True, 0)
+@example([Decimal("1234567890123456789.0")], True, 0)
+@example([Decimal("0.1234567890123456789"), [Decimal("1.00000000000000000001")]], False, 0)
 def test_constants_are_written_in_all_their_digits(
     values: list[Any], is_const: bool, seed: int
 ) -> None:
@@ -200,10 +247,10 @@ def test_constants_are_written_in_all_their_digits(
     for number in range(3):
         text = walk(lark, seed + number)
         assert fits(schema, text), (schema, text)
-    if kind_of(values[0]) == "number":
-        exact = number_text(Decimal(repr(values[0])))
-        assert accepts(lark, exact), (schema, exact)
-        for near in (f"{exact}1", exact[:-1] + ("1" if exact[-1] != "1" else "2")):
+    if isinstance(values[0], Decimal) or kind_of(values[0]) == "number":
+        written = number_text(exact(values[0]))
+        assert accepts(lark, written), (schema, written)
+        for near in (f"{written}1", written[:-1] + ("1" if written[-1] != "1" else "2")):
             assert not accepts(lark, near) or fits(schema, near), (schema, near)
 
 
