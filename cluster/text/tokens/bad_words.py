@@ -16,12 +16,11 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
     A sequence with a token outside the model's `vocab_size` can never be completed, and is left
     out.
 
-    This follows vLLM (`SamplingParams.update_from_tokenizer`): a word is tokenized as at the
-    beginning of a text and as after a space, regardless of its own leading spaces. The second form
-    counts if it begins with another token and has the same length; a longer one is mostly a space
-    and the first form. So a word that a space makes shorter ("ban", "ana" but " banana") is not
-    found after spaces. Beyond vLLM's rule: if a tokenizer puts a space before every text, the form
-    without it, as after a line end, is added.
+    A word is tokenized as at the beginning of a text, after a space and after a line end,
+    regardless of its own leading spaces: each may have other tokens, and another number of them
+    ("ban", "ana" but " banana"). A sequence that ends with another one is banned with that one, and
+    is left out. Unlike vLLM, which ignores the second form if it has another length, this finds a
+    word that a space makes shorter.
 
     Raises `BadRequest` for a word that is not valid text or yields no token, and for too many
     tokens.
@@ -35,15 +34,9 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
                 "of spaces or line ends, use logit_bias"
             )
             raise bad_value(f"bad_words[{index}]", word, rule)
-        forms = [plain]
         spaced = _encode(tokenizer, " " + word.lstrip(), index)
-        if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            forms.append(spaced)
-        bare = _after_line_end(tokenizer, word.lstrip(), index)
-        if bare:  # a form that ends with it is banned with it
-            forms = [form for form in forms if form[-len(bare) :] != bare]
-            forms.append(bare)
-        found |= dict.fromkeys(map(tuple, forms))
+        forms = [plain, spaced, _after_line_end(tokenizer, word.lstrip(), index)]
+        found |= dict.fromkeys(map(tuple, _shortest(forms)))
     sequences = [list(tokens) for tokens in found if max(tokens) < vocab_size]
     count = sum(map(len, sequences))
     if count > MAX_BAD_WORD_TOKENS:
@@ -53,6 +46,15 @@ def bad_words_token_ids(tokenizer: Any, words: list[str], *, vocab_size: int) ->
             "bad_words",
         )
     return sequences
+
+
+def _shortest(forms: list[list[int]]) -> list[list[int]]:
+    """Leaves out empty forms, and those that end with a shorter one."""
+    kept: list[list[int]] = []
+    for form in sorted(filter(None, forms), key=len):
+        if not any(form[-len(shorter) :] == shorter for shorter in kept):
+            kept.append(form)
+    return kept
 
 
 def _after_line_end(tokenizer: Any, word: str, index: int) -> list[int]:

@@ -35,21 +35,19 @@ class Slow:
 
 
 def by_definition(backend: Any, words: list[str]) -> list[list[int]]:
-    """The reference: vLLM's rule, word by word, and in addition the form after a newline."""
+    """The reference: the tokens of each word at the beginning of a text, after a space and after a
+    line end, without those that end with others of the word."""
     found: list[list[int]] = []
     for word in words:
-        forms = [
-            backend.encode(space + word.lstrip(), add_special_tokens=False).ids
-            for space in ("", " ")
-        ]
-        before = backend.encode("\n", add_special_tokens=False).ids
-        whole = backend.encode("\n" + word.lstrip(), add_special_tokens=False).ids
-        bare = whole[len(before) :] if whole[: len(before)] == before else []
-        if forms[1][0] == forms[0][0] or len(forms[1]) != len(forms[0]):
-            del forms[1]
-        if bare:
-            forms = [form for form in forms if form[-len(bare) :] != bare] + [bare]
-        found += [form for form in forms if form not in found]
+        plain, spaced, line, before = (
+            backend.encode(text, add_special_tokens=False).ids
+            for text in (word.lstrip(), " " + word.lstrip(), "\n" + word.lstrip(), "\n")
+        )
+        bare = line[len(before) :] if line[: len(before)] == before else []
+        forms = {tuple(form): None for form in sorted([plain, spaced, bare], key=len) if form}
+        for form in forms:
+            if not any(form != other and form[-len(other) :] == other for other in forms):
+                found += [list(form)] if list(form) not in found else []
     return found
 
 
@@ -64,6 +62,25 @@ def test_a_word_is_found_at_any_position(name: str, before: str) -> None:
         assert any(ids[-len(sequence) :] == sequence for sequence in sequences)
 
 
+def shortened_by_a_space(tokenizer: Any) -> list[str]:
+    """Returns words that have fewer tokens after a space than at the beginning of a text."""
+    texts = [tokenizer.decode([id]) for id in range(len(tokenizer))]
+    words = [text[1:] for text in texts if text.startswith(" ") and text[1:].isalpha()]
+    return [word for word in words if len(tokenizer.encode(word, add_special_tokens=False)) > 1]
+
+
+@pytest.mark.parametrize("name", ["gemma", "llama3", "qwen3"])
+@pytest.mark.parametrize("before", ["", " ", "a ", "\n", "a\n"])
+def test_a_word_that_a_space_shortens_is_found(name: str, before: str) -> None:
+    tokenizer = model_kind(name).tokenizer
+    found = shortened_by_a_space(tokenizer)
+    assert len(found) > 10
+    for word in found:
+        sequences = bad_words_token_ids(tokenizer, [word])
+        ids = tokenizer.encode(before + word, add_special_tokens=False)
+        assert any(ids[-len(sequence) :] == sequence for sequence in sequences), word
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("wrap", [Wrapped, Slow])
 def test_token_ids_of_bad_words_follow_the_definition(family: str, wrap: Any) -> None:
@@ -72,8 +89,7 @@ def test_token_ids_of_bad_words_follow_the_definition(family: str, wrap: Any) ->
 
 
 def test_a_word_is_found_at_the_beginning_and_after_a_space() -> None:
-    """For words with the same number of tokens in both positions, the tokens of any text with the
-    word contain one of the sequences."""
+    """The tokens of any text with the word contain one of the sequences."""
     backend = FAMILIES["byte_level"]()
     for word in ("the", "dog", "isn't"):
         banned = bad_words_token_ids(Wrapped(backend), [word])
@@ -95,27 +111,27 @@ def test_a_word_has_two_forms_if_the_space_belongs_to_the_token() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spaced", "counts"),
+    ("spaced", "forms"),
     [
-        ([3, 2], True),
-        ([3, 4], True),
-        ([1, 4], False),
-        ([3, 1, 2], False),
-        ([3], False),
-        ([], False),
+        ([3, 4], [[1, 2], [3, 4]]),
+        ([3], [[3], [1, 2]]),
+        ([5, 6, 7], [[1, 2], [5, 6, 7]]),
+        ([3, 1, 2], [[1, 2]]),
+        ([2], [[2]]),
+        ([], [[1, 2]]),
     ],
 )
-def test_the_second_form_counts_if_it_has_the_same_length(spaced: list[int], counts: bool) -> None:
-    """The second form counts if it is as long as the first form [1, 2] and begins with another
-    token."""
-    forms = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
+def test_a_form_counts_unless_it_ends_with_a_shorter_one(
+    spaced: list[int], forms: list[list[int]]
+) -> None:
+    ids = {"x": [1, 2], " x": spaced, "\n": [9], "\nx": [9, 1, 2]}
 
     class Table:
         def encode(self, text: str, add_special_tokens: bool) -> list[int]:
             assert not add_special_tokens
-            return forms[text]
+            return ids[text]
 
-    assert bad_words_token_ids(Table(), ["x"]) == ([spaced, [1, 2]] if counts else [[1, 2]])
+    assert bad_words_token_ids(Table(), ["x"]) == forms
 
 
 def test_forms_contain_no_special_tokens_and_no_duplicates() -> None:
