@@ -45,6 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mlp": {"rank": 1, "alpha": 1, "targets": ["down_proj", "gate_proj"]},
 }
+FAMILIES: dict[str, dict[str, Any]] = {
+    **{name: {} for name in ("llama", "llama-bias", "qwen3")},
+    # With tied embeddings, a random model of these repeats its last token with each adapter.
+    **{name: {"tie_word_embeddings": False} for name in ("gemma2", "gemma3")},
+}
+"""Families -> changes of their configs."""
 SPLITS: dict[str, dict[str, Any]] = {
     "whole": {},
     "chunks": {"scheduler.max_tokens_per_step": 8, "scheduler.max_rows": 4},
@@ -59,9 +65,9 @@ SPLITS: dict[str, dict[str, Any]] = {
 class Folders:
     """A model, its adapters, and the answers of the model with each of them merged into it."""
 
-    def __init__(self, top: Path, family: str) -> None:
+    def __init__(self, top: Path, family: str, **changes: Any) -> None:
         self.model = top / "model"
-        model = tiny_models.make(self.model, family)
+        model = tiny_models.make(self.model, family, **changes)
         for file in NANO.glob("tokenizer*"):
             shutil.copy(file, self.model)
         shapes = adapters.module_shapes(model)
@@ -103,9 +109,10 @@ def ids_of(outputs: Sequence[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.fixture(scope="module", params=["llama", "llama-bias", "qwen3"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp(request.param), request.param)
+    top = tmp_path_factory.mktemp(request.param)
+    return Folders(top, request.param, **FAMILIES[request.param])
 
 
 @pytest.fixture(scope="module")
@@ -122,20 +129,24 @@ def test_adapters_equal_merged_weights(folders: Folders) -> None:
             assert ids_of(llm.generate(PROMPTS, GREEDY, adapter=name)) == expected, name
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_adapters_of_matrices_that_are_stored_as_one(tmp_path: Path, tensor: int) -> None:
+@pytest.mark.parametrize("split", ["whole", "chunks", "tensor", "pipeline"])
+@pytest.mark.parametrize("targets", ["all-linear", ["qkv_proj", "down_proj"]])
+def test_adapters_of_matrices_that_are_stored_as_one(
+    tmp_path: Path, targets: Any, split: str
+) -> None:
     """phi3 stores queries, keys and values as one matrix, and so gate and up: an adapter has one
     pair of matrices for them."""
     model = tiny_models.make(tmp_path / "model", "phi3")
     for file in NANO.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
     plain = greedy(model)
-    folder = adapters.make_adapter(tmp_path / "adapter", adapters.module_shapes(model), seed=3)
+    shapes = adapters.module_shapes(model)
+    folder = adapters.make_adapter(tmp_path / "adapter", shapes, seed=3, targets=targets)
     adapters.merge(model, folder)
     expected = greedy(model)
     assert expected != plain
     options = {"lora.adapters": {"one": str(folder)}, "cache.memory_bytes": 1 << 22}
-    with LLM(str(tmp_path / "model"), **on_device({**options, "parallel.tensor": tensor})) as llm:
+    with LLM(str(tmp_path / "model"), **on_device({**options, **SPLITS[split]})) as llm:
         assert ids_of(llm.generate(PROMPTS, GREEDY, adapter="one")) == expected
         assert ids_of(llm.generate(PROMPTS, GREEDY)) == plain
 
