@@ -17,6 +17,7 @@ from collections import deque
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class Side:
             at = self._arrives_at
         self._arrives_at = at
         self._sent += 1
-        kernel.at(at, peer, self.arrive, frame)
+        kernel.at(at, peer if peer.alive else WORLD, self.arrive, frame)
         if net.aims:
             net.on_sent(kind, self, at)
 
@@ -139,7 +140,8 @@ class Side:
         net.kernel.at(at, self.peer.process, self.arrive, marker)
 
     def arrive(self, frame: Any) -> None:
-        """Handles a frame that has arrived at the peer. Runs in the peer's process."""
+        """Handles a frame that has arrived at the peer. Runs in the peer's process, or on its host
+        if the process has terminated."""
         peer = self.peer
         if self.held is not None:
             self.held.append(frame)
@@ -220,7 +222,7 @@ class Side:
                 side.expect_ack(self._random.random() * self._net.options.heartbeat_s)
 
     def release(self) -> None:
-        """Delivers held frames, which TCP sends again. Runs in the peer's process."""
+        """Delivers held frames, which TCP sends again. Runs where `arrive` does."""
         if self.held is None or self._net.is_cut(self.process.host, self.peer.process.host):
             return
         held, self.held = self.held, None

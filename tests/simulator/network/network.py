@@ -252,7 +252,8 @@ class Network:
         longest_s = min(kernel.now - since, _LONGEST_RETRANSMISSION_S)
         for side in self._directed(source, target):
             again_s = self._random.random() * longest_s
-            kernel.at(kernel.now + again_s, side.peer.process, side.release)
+            receiver = side.peer.process
+            kernel.at(kernel.now + again_s, receiver if receiver.alive else WORLD, side.release)
         self._retry_waiting()
         self._changed()
 

@@ -188,7 +188,9 @@ def test_a_half_cut_loses_acknowledgements_too() -> None:
     assert side.peer.closed
 
 
-def test_messages_into_a_half_open_connection_cause_a_reset() -> None:
+@pytest.mark.parametrize("terminates", [False, True])
+def test_messages_into_a_half_open_connection_cause_a_reset(terminates: bool) -> None:
+    """The host of the side that has closed answers, also after the process has terminated."""
     world = EchoWorld(options=USER_TIMEOUT)
     world.settle()
     (side,) = world.net.connections("client1")
@@ -196,6 +198,8 @@ def test_messages_into_a_half_open_connection_cause_a_reset() -> None:
     world.clients[0].ask(1)
     assert closed_at(world, side) is not None
     world.clients[0].outlet.close()
+    if terminates:
+        world.clients[0].process.kill()
     world.net.reunite("host1", ["host0"])
     world.run(10.0)
     assert side.peer.open and world.numbers() == []
