@@ -59,6 +59,10 @@ class LeavingWatch:
         """The incarnations that the coordinator has kept, with the same request."""
         self._manager: SimManager | None = None
         """The manager at the last look."""
+        self._followed_at = 0.0
+        """When it was first seen to lead."""
+        self._continued: set[int] = set()
+        """The incarnations whose drains it has begun, or could continue from a stored record."""
         self._is_stored: dict[int, bool] = {}
         """For each leaving engine, by incarnation: whether the record of its drain is stored."""
         self._deadlines: dict[int, tuple[SimManager, int, float]] = {}
@@ -162,21 +166,26 @@ class LeavingWatch:
     # ---------------------------------------------------------------- a drain ends in time
 
     def _note_records(self) -> None:
-        """Notes the drains that start again at a manager that has found no record of them."""
-        manager = self._plane.manager
+        """Notes the drains that start again at a manager that has found no record of them: at
+        once, or when their engine is a member again."""
+        manager, now = self._plane.manager, self._plane.kernel.now
         fleet, stored = manager.manager._fleet, manager.manager._checkpoints._saved.drains
-        engines = fleet.engines.values()
-        leaving = {_incarnation(handle): handle for handle in engines if handle.leaving}
+        leaving = [handle for handle in fleet.engines.values() if handle.leaving]
         if manager is not self._manager:
-            self._manager = manager
-            for incarnation in leaving:
-                if not self._is_stored.get(incarnation):
-                    self._restarted[incarnation] = self._plane.kernel.now
+            self._manager, self._followed_at = manager, now
+            self._continued = {each for each, is_stored in self._is_stored.items() if is_stored}
+        processes = {e.server.incarnation: e.process for e in self._plane.engines if e.server}
+        for incarnation in {*map(_incarnation, leaving)} - self._continued:
+            self._continued.add(incarnation)
+            process = processes.get(incarnation)
+            begun_at = now if process is None else self._watch.leaving.get(process, now)
+            if begun_at < self._followed_at:
+                self._restarted[incarnation] = now
         known = {(record.name, record.next_version) for record in stored}
-        drains = {incarnation: handle.drain for incarnation, handle in leaving.items()}
         self._is_stored = {
-            incarnation: drain is not None and (drain.name, drain.next_version) in known
-            for incarnation, drain in drains.items()
+            _incarnation(handle): handle.drain is not None
+            and (handle.drain.name, handle.drain.next_version) in known
+            for handle in leaving
         }
 
     def _look_at_drains(self, coordinator: SimCoordinator) -> None:

@@ -8,11 +8,11 @@ world's rate doubles the bounds.
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import combinations
+from itertools import permutations
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_protocol.wave_interface import Phase
+from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
@@ -50,8 +50,9 @@ hanging engine to the next."""
 _COMPUTE_S, _COMPUTE_STEPS = 1.5, 1.5
 """The bound of a request's computing time: seconds, and steps for each of its tokens."""
 _SPLIT_S = 3 * STALL_TIMEOUT_S + 3 * HEARTBEAT_S
-"""The time within which a group whose engines do not all reach each other continues without one of
-them: its steps stop, as if an engine hung, or it does not form (`forming_monitor.py`)."""
+"""The time within which a group whose engines do not all reach each other, or do not all hear the
+coordinator, continues without one of them: its steps stop, as if an engine hung, or it does not
+form (`forming_monitor.py`)."""
 _SHRINK_S = 20.0
 """The time within which engines above the target number have left."""
 
@@ -89,8 +90,8 @@ class Watch:
         """The last time at which engines that share experts were leaving a draining host while
         packets were lost: each change of the groups then waits for retransmissions."""
         self._split_at = 0.0
-        """The last time at which a group could not step or form because its engines did not all
-        reach each other. Counts for at most `_SPLIT_S` of each group."""
+        """The last time at which a group could not step or form because of a cut. Counts for at
+        most `_SPLIT_S` of each group after each cut."""
         self._durations = Durations(plane)
         self._epochs: dict[SimIngress, int] = {}
         self._ended: set[Process] = set()
@@ -302,15 +303,20 @@ class Watch:
         return version.required if is_served else version.required_elsewhere
 
     def _look_at_group(self, engines: list[SimEngine]) -> None:
-        """Records a group whose engines do not all reach each other: its steps do not finish, or
-        the next group does not form."""
+        """Records a group whose engines do not all reach each other, or while it changes do not
+        hear the coordinator, which hears them: its steps do not finish, or the next group does not
+        form. Its time starts again at each new cut: engines may have joined before it."""
         coordinator, net = self._plane.coordinator, self._plane.net
         if coordinator is None or not net.cuts:
             return
         group = [engine for engine in engines if engine.rank in coordinator.group_ranks]
         hosts = {engine.process.host for engine in group}
-        if any(net.is_blocked(*pair) for pair in combinations(hosts, 2)):
-            key = "split", coordinator, *(engine.process for engine in group)
+        paths = [*permutations(hosts, 2)]
+        if coordinator.group_state is not GroupState.SERVING:
+            own = self._plane.coordinators[-1][0].host
+            paths += [(own, host) for host in hosts if not net.is_cut(host, own)]
+        if cut_at := [net.cuts[path] for path in paths if path in net.cuts]:
+            key = "split", coordinator, max(cut_at), *(engine.process for engine in group)
             if self._durations.held_s(key) <= _SPLIT_S / self._faults.slowest_clock:
                 self._split_at = self._kernel.now
 
