@@ -51,6 +51,8 @@ class Drain:
         self._load_report_s, self._coordinator, self._runtime = load_report_s, coordinator, runtime
         self._engines, self._detach, self._on_change = engines, detach, on_change
         self._held: Mapping[int, bool] = {}
+        self._departing: Sequence[EngineHandle] = ()
+        """The engines that are being detached. That cannot be undone, so they get no more time."""
         self._log = StructuredLogger("cluster.drain")
 
     @property
@@ -94,6 +96,9 @@ class Drain:
         self._begin(handle, min(max(0.0, left_s), MAX_DRAIN_S))
 
     def _begin(self, handle: EngineHandle, timeout_s: float) -> None:
+        if handle in self._departing:
+            self._set_deadline(handle, handle.leave_deadline_s)
+            return
         handle.unmarked_since = _now()
         handle.is_marked = False
         self._set_deadline(handle, handle.unmarked_since + timeout_s)
@@ -123,11 +128,19 @@ class Drain:
         while self.leaving:
             leaving = [handle for handle in self.leaving if not handle.in_transition]
             if self._departure(leaving).handles:
-                await self._detach(lambda: self._departure(self.leaving))
+                try:
+                    await self._detach(self._depart)
+                finally:
+                    self._departing = ()
                 for handle in self.leaving:  # engines that remain must be found idle again
                     handle.idle_polls = 0
             else:
                 await self._poll(leaving, is_leaving=True)
+
+    def _depart(self) -> Departure:
+        departure = self._departure(self.leaving)
+        self._departing = departure.handles
+        return departure
 
     def _departure(self, leaving: list[EngineHandle]) -> Departure:
         """Returns those of the leaving engines whose drain time is over, or else the idle ones."""

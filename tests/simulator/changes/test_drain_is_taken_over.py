@@ -184,3 +184,29 @@ def test_a_drain_is_extended_while_no_coordinator_can_mark_its_engine() -> None:
         "kill-control",
         "kill-control",
     ]
+
+
+def test_an_engine_that_is_being_detached_gets_no_more_time() -> None:
+    """The engine hangs, so its group does not continue without it. Then the operator requests
+    another size, and both the manager and the coordinator are lost."""
+    faults = (
+        Fault("hang", 4.2605, 2, changing=True),
+        Fault("kill-control", 24.3, 8),
+    )
+    scenario = Scenario(
+        seed=6110201,
+        engines=2,
+        ingresses=2,
+        expert=True,
+        requests=(Request(4.202982090207186, 0, (9,), 2, 3),),
+        faults=faults,
+        operations=(Operation(4.2248, "scale", 1), Operation(14.0935, "scale", 2)),
+        control_host="host2",
+        step_s=SLOW_STEP_S,
+        rooms=(1, 1, 2),
+    )
+    run = Run(scenario)
+    left: list[float] = []
+    run.plane.on_detach.append(lambda ranks: left.append(run.plane.kernel.now))
+    assert run.judge().broken == []
+    assert len(run.plane.coordinators) == 2 and 24.3 < left[-1] < 28.0
