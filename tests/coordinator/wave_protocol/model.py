@@ -12,6 +12,7 @@ them.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import astuple
 from typing import Any
 
@@ -286,9 +287,37 @@ class Model:
         for rank, other in zip(group.ranks, group.reads, strict=True):
             if other == read and state.engines[rank].captured != own:
                 raise Violation(f"engine {rank} replays a step that another engine captures")
-        rows = [len(step.rows) for step in steps]
-        bucket = _BUCKETS.choose([EngineStep(n, n, n, min(n, 1), True) for n in rows])
-        return own if bucket is None else own | {bucket}
+        sizes = [_engine_step(step) for step in steps]
+        computed = [self.computed(sizes, at) for at in range(len(sizes))]
+        self._check_computed(sizes, computed)
+        bucket = computed[position]
+        return own | {bucket} if isinstance(bucket, Bucket) else own
+
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        """Returns what engine `at` of the group computes in a step: the bucket to which it pads its
+        step, and which it replays, or how it computes the step without one. `steps`: those of all
+        engines."""
+        bucket = _BUCKETS.choose(steps)
+        if bucket is not None:
+            return bucket
+        return Eager.LAYERS_WITH_EXPERTS if any(step.tokens for step in steps) else Eager.NOTHING
+
+    def _check_computed(self, steps: list[EngineStep], computed: list[Bucket | Eager]) -> None:
+        """Checks that the operations of the group match in a step, and that it is replayed if all
+        engines can replay it."""
+        if len(set(computed)) > 1:
+            raise Violation(f"the engines compute {computed} in one step")
+        (bucket,) = set(computed)
+        if not any(step.tokens for step in steps):
+            if bucket is not Eager.NOTHING:
+                raise Violation("a step without tokens is computed")
+            return
+        if isinstance(bucket, Bucket):
+            for step in steps:
+                if any(size > room for size, room in zip(step[:4], bucket, strict=True)):
+                    raise Violation(f"{bucket} has no room for {step}")
+        elif all(step.tokens <= _MAX_TOKENS for step in steps):
+            raise Violation("a step is not replayed, although each engine's part has a bucket")
 
     def captured_when_joining(self, _engine: Engine) -> frozenset[Bucket]:
         """Returns the captures with which an engine joins a group: it drops all of them."""
@@ -311,5 +340,25 @@ class Model:
             raise Violation(f"engine {rank} stops with work")
 
 
-_BUCKETS = Buckets(max_rows=4, max_tokens=4)
+def _engine_step(step: Step) -> EngineStep:
+    """Returns the sizes of an engine's step: the requests have different numbers of tokens."""
+    tokens = [_TOKENS[name % len(_TOKENS)] for name in step.rows]
+    rows = len(tokens)
+    return EngineStep(sum(tokens), rows, rows, max(tokens, default=0), True)
+
+
+class Eager(enum.Enum):
+    """A step without a bucket."""
+
+    NOTHING = 0
+    """No engine has tokens."""
+    LAYERS_WITH_EXPERTS = 1
+    """All engines compute the layers with experts, those without tokens only these."""
+
+
+_TOKENS = (1, 1, 2, 9)
+"""The tokens that a request has in each step, by the remainder of its name: one token, a few, or
+more than a bucket holds."""
+_MAX_TOKENS = 4
+_BUCKETS = Buckets(max_rows=4, max_tokens=_MAX_TOKENS)
 _HANDLERS: dict[type, str] = {StartDPWave: "start", Pause: "pause", Resume: "resume"}

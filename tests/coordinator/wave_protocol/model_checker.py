@@ -207,6 +207,7 @@ BOUNDS = {
     "alone, newcomer": Bounds(1, 1, newcomers=1, reports=True, alones=2),
     "late reports": Bounds(2, 1, (K1,), reports=True, late_reports=2),
     "captures": Bounds(2, 2, (K2, E1, K1), captures=True),
+    "captures, four requests": Bounds(2, 1, (K1,) * 4, captures=True),
     "captures, newcomer": Bounds(2, 1, (K1, K1), newcomers=1, captures=True),
     "captures, detach": Bounds(2, 1, (K1, K1), detaches=1, captures=True),
     "captures, repair": Bounds(2, 1, (K1, K1), losses=1, errors=1, captures=True),

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.kernels.inputs import Bucket
-from tests.coordinator.wave_protocol.model import Model
+from swell.worker.step.buckets import EngineStep
+from tests.coordinator.wave_protocol.model import Eager, Model
 from tests.coordinator.wave_protocol.model_checker import BOUNDS, E1, K1, K2, Scenario, explore
 from tests.coordinator.wave_protocol.model_mutations import RULES, remove
 from tests.coordinator.wave_protocol.model_state import Bounds, Engine, Violation
@@ -37,6 +38,54 @@ def test_captures_are_dropped_when_an_engine_joins_a_group(name: str) -> None:
     """If an engine kept its captures, it would replay a step that another engine captures."""
     with pytest.raises(Violation, match="replays a step that another engine captures"):
         explore(BOUNDS[name], limit=200_000, make_model=KeepsCaptures)
+
+
+class OwnBucket(Model):
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        return super().computed([steps[at]], 0)
+
+
+class LayersWithoutTokens(Model):
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        computed = super().computed(steps, at)
+        if isinstance(computed, Bucket) and not steps[at].tokens:
+            return Eager.LAYERS_WITH_EXPERTS
+        return computed
+
+
+class NothingWithoutTokens(Model):
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        return super().computed(steps, at) if steps[at].tokens else Eager.NOTHING
+
+
+class BucketOfTheFirst(Model):
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        return super().computed([step for step in steps if step.tokens][:1] or steps, at)
+
+
+class EagerIfAnEngineIsIdle(Model):
+    def computed(self, steps: list[EngineStep], at: int) -> Bucket | Eager:
+        if any(step.tokens for step in steps) and not all(step.tokens for step in steps):
+            return Eager.LAYERS_WITH_EXPERTS
+        return super().computed(steps, at)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (OwnBucket, "the engines compute .* in one step"),
+        (LayersWithoutTokens, "the engines compute .* in one step"),
+        (NothingWithoutTokens, "the engines compute .* in one step"),
+        (BucketOfTheFirst, "has no room for"),
+        (EagerIfAnEngineIsIdle, "is not replayed"),
+    ],
+)
+@pytest.mark.parametrize("name", ["captures", "captures, four requests"])
+def test_all_engines_replay_the_bucket_of_the_largest_step(
+    name: str, fault: type[Model], message: str
+) -> None:
+    with pytest.raises(Violation, match=message):
+        explore(BOUNDS[name], limit=200_000, make_model=fault)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
