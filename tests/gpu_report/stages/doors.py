@@ -14,6 +14,7 @@ from torch import Tensor
 
 from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
+from swell.kernels.host.cache_format import LIMITS, cache_width
 from swell.kernels.inputs import Bucket, Inputs
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
@@ -92,6 +93,24 @@ def _attention(attention: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Te
             for exact in (False, True):
                 own = meta._replace(exact=exact)
                 found.append(attention.paged_attention(*tensors, own, scale=0.1, **options))
+    return found
+
+
+def _quantized_cache(attention: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Attention over what is written to caches of 8 bits."""
+    queries, contexts, slots = [1, 0, 5, 1], [300, 7, 21, 1], to(torch.arange(64 * 32))
+    blocks = torch.randperm(64)[: 4 * 16].view(4, 16)
+    meta = AttentionMetadata(
+        to(torch.tensor([0, *queries]).cumsum(0).int()), to(torch.tensor(contexts).int()),
+        to(blocks.int()), to(torch.zeros(7, dtype=torch.int64)), max(queries), max(contexts),
+    )  # fmt: skip
+    q, k, v = to(_randn(7, 8, 128)), to(_randn(64 * 32, 2, 128)), to(_randn(64 * 32, 2, 128))
+    found = []
+    for dtype in LIMITS:
+        shape = 64, 2, 32, cache_width(128, dtype)
+        caches = [to(torch.zeros(shape, dtype=torch.uint8)).view(dtype) for _ in range(2)]
+        attention.write_kv(k, v, *caches, slots)
+        found.append(attention.paged_attention(q, *caches, meta, scale=0.1))
     return found
 
 
@@ -205,6 +224,7 @@ CASES: list[tuple[str, Case]] = [
     ("qkv", _qkv),
     ("attention", _cache),
     ("attention", _attention),
+    ("attention", _quantized_cache),
     ("linear", _linear),
     ("linear", _argmax),
     ("linear", _quantized),
@@ -225,6 +245,8 @@ def run(scale: Scale) -> Figures:
         module = backends.get(operation, scale.device)
         figures[operation] = module.__name__.split(".")[-2]
         types = [torch.float32] if operation in _FLOAT32_ONLY else list(_TOLERANCE)
+        if case is _quantized_cache:
+            types = [torch.bfloat16, torch.float16]  # a GPU refuses float32
         exact = torch.float32 if operation in _FLOAT32_ONLY else torch.float64
         for dtype in types:
             results = _results(case, module, scale.device, dtype, dtype)
