@@ -225,11 +225,12 @@ class PoolingProcessor(msgspec.Struct, frozen=True):
 
     def _activation(self, request: PoolingRequest) -> Activation:
         spec = self.spec
+        if spec.embeds and request.task == "score":
+            return Activation.NORMALIZE  # the score of two embeddings is always their cosine
         if request.activates is False:
             return Activation.NONE
         if spec.embeds:
-            # The score of two embeddings is their cosine.
-            normalizes = spec.normalize or request.activates or request.task == "score"
+            normalizes = spec.normalize or request.activates
             return Activation.NORMALIZE if normalizes else Activation.NONE
         one = Activation.SIGMOID if spec.size == 1 else Activation.SOFTMAX
         if request.task == "score":

@@ -280,6 +280,14 @@ def test_scores_of_embeddings_are_cosines(embedder):
     answer = post(embedder, "/v1/score", text_1=TEXTS[0], text_2=TEXTS)
     got = torch.tensor([one["score"] for one in answer["data"]])
     torch.testing.assert_close(got, right @ right[0], rtol=0, atol=TOLERANCE)
+    for activates in (False, True):
+        same = post(embedder, "/v1/score", text_1=TEXTS[0], text_2=TEXTS, use_activation=activates)
+        assert [one["score"] for one in same["data"]] == [one["score"] for one in answer["data"]]
+        ranked = post(
+            embedder, "/v1/rerank", query=TEXTS[0], documents=TEXTS, use_activation=activates
+        )
+        found = {one["index"]: one["relevance_score"] for one in ranked["results"]}
+        assert found == {one["index"]: one["score"] for one in answer["data"]}
     answer = post(embedder, "/score", queries=TEXTS, documents=TEXTS)
     got = torch.tensor([one["score"] for one in answer["data"]])
     torch.testing.assert_close(got, torch.ones(len(TEXTS)), rtol=0, atol=TOLERANCE)

@@ -79,6 +79,8 @@ ONE = {"task": "classify", "labels": ("a",)}
         ({"normalize": True}, "embed", None, Activation.NORMALIZE),
         ({"normalize": True}, "embed", False, Activation.NONE),
         ({}, "score", None, Activation.NORMALIZE),
+        ({}, "score", False, Activation.NORMALIZE),
+        ({"normalize": True}, "score", False, Activation.NORMALIZE),
         (CLASSES, "classify", None, Activation.SOFTMAX),
         (CLASSES, "classify", False, Activation.NONE),
         (
