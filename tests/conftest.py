@@ -23,7 +23,7 @@ from tests.slowest_files import pytest_addoption as pytest_addoption
 from tests.slowest_files import pytest_configure as pytest_configure
 from tests.slowest_files import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.slowest_files import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.support import reaper
+from tests.support import reaper, tls_contexts
 
 prepare_for_torch()
 
@@ -50,6 +50,7 @@ def pytest_sessionstart() -> None:
     from swell.worker.vector_math import initialize_vector_math
 
     reaper.start()
+    tls_contexts.share()
     initialize_vector_math()
 
 

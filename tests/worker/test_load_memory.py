@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import pytest
@@ -43,54 +45,84 @@ EXPERTS = {
 }
 
 MEASURE = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from swell.configs.schema import load
 from swell.worker import worker as module
 from swell.worker.moe.experts import rebalance
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key + ":")) * 1024
 
-anonymous, allocated, first, build = [], [], {}, module.build_model
+def measure(path, settings):
+    anonymous, allocated, first, build = [], [], {}, module.build_model
 
-def build_and_begin(*arguments):
-    first["VmData"] = status("VmData")
-    model = build(*arguments)
-    allocated.append(status("VmData"))
-    Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins here
-    first.update({key: status(key) for key in ("RssAnon", "VmHWM")})
-    return model
+    def build_and_begin(*arguments):
+        first["VmData"] = status("VmData")
+        model = build(*arguments)
+        allocated.append(status("VmData"))
+        Path("/proc/self/clear_refs").write_text("5")  # the peak of the resident memory begins here
+        first.update({key: status(key) for key in ("RssAnon", "VmHWM")})
+        return model
 
-def on_loaded(done, total):
-    anonymous.append(status("RssAnon"))
-    allocated.append(status("VmData"))
+    def on_loaded(done, total):
+        anonymous.append(status("RssAnon"))
+        allocated.append(status("VmData"))
 
-path, settings = sys.argv[1], json.loads(sys.argv[2])
-module.build_model = build_and_begin
-worker = module.Worker(load(path, {"model.device": "cpu", "model.dtype": "float32", **settings}))
-worker._on_loaded = on_loaded
-nbytes = worker.load()
-if worker.config.parallel.expert:  # they come when the engines share them
-    rebalance(worker.model, worker.mesh, worker.config.model, lambda: None)
-    for layer in worker.model.moe_layers():
-        nbytes += sum(part.data.nbytes for pair in layer.local_experts.values() for part in pair)
-print(json.dumps({
-    "nbytes": nbytes,
-    "peak_allocated": max(allocated) - first["VmData"],
-    "peak_anonymous": max(anonymous) - first["RssAnon"],
-    "peak": status("VmHWM") - first["VmHWM"],
-}))
+    module.build_model = build_and_begin
+    settings = {"model.device": "cpu", "model.dtype": "float32", **settings}
+    worker = module.Worker(load(path, settings))
+    worker._on_loaded = on_loaded
+    nbytes = worker.load()
+    if worker.config.parallel.expert:  # they come when the engines share them
+        rebalance(worker.model, worker.mesh, worker.config.model, lambda: None)
+        for layer in worker.model.moe_layers():
+            parts = [part for pair in layer.local_experts.values() for part in pair]
+            nbytes += sum(part.data.nbytes for part in parts)
+    return {
+        "nbytes": nbytes,
+        "peak_allocated": max(allocated) - first["VmData"],
+        "peak_anonymous": max(anonymous) - first["RssAnon"],
+        "peak": status("VmHWM") - first["VmHWM"],
+    }
+
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        print("measured", json.dumps(measure(*json.loads(line))), flush=True)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        print("failed", flush=True)
 """
+"""The program of a process that imports everything once, and measures in a process of its own for
+each line."""
+
+Measure = Callable[..., dict[str, int]]
 
 
-def measure(path: Path, **settings: Any) -> dict[str, int]:
-    command = [sys.executable, "-c", MEASURE, str(path), json.dumps(settings)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    return found
+@pytest.fixture(scope="module")
+def measure() -> Iterator[Measure]:
+    command = [sys.executable, "-c", MEASURE]
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True) as server:
+        assert server.stdin is not None and server.stdout is not None
+        requests, results = server.stdin, server.stdout
+
+        def measured(path: Path, **settings: Any) -> dict[str, int]:
+            requests.write(json.dumps([str(path), settings]) + "\n")
+            requests.flush()
+            outcome = ""
+            while outcome not in ("measured", "failed"):
+                line = results.readline()
+                assert line, "the process has ended"
+                outcome, _, result = line.strip().partition(" ")
+            assert outcome == "measured", "its exception is in the captured output"
+            found: dict[str, int] = json.loads(result)
+            return found
+
+        yield measured
+        server.kill()
 
 
 def largest_matrix(sizes: dict[str, int]) -> int:
@@ -105,7 +137,9 @@ def mapped_bytes(folder: Path) -> int:
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
 @pytest.mark.parametrize(("form", "sizes"), [("int8", SMALL), ("int4", LARGE)])
-def test_random_weights(form: str, sizes: dict[str, int], backend: str, tmp_path: Path) -> None:
+def test_random_weights(
+    form: str, sizes: dict[str, int], backend: str, tmp_path: Path, measure: Measure
+) -> None:
     """All resident memory counts: no file is read."""
     tiny_models.make(tmp_path, "llama", **sizes)
     settings = {"model.load_format": "dummy", "model.backend": backend}
@@ -118,7 +152,7 @@ def test_random_weights(form: str, sizes: dict[str, int], backend: str, tmp_path
 
 
 @pytest.mark.parametrize("case", ["own", "shared", "generic"])
-def test_random_experts(case: str, tmp_path: Path) -> None:
+def test_random_experts(case: str, tmp_path: Path, measure: Measure) -> None:
     """Experts of one engine, and those that engines share, which are loaded later."""
     tiny_models.make(tmp_path, "qwen3_moe", **EXPERTS)
     settings: dict[str, Any] = {"model.load_format": "dummy", "parallel.expert": case == "shared"}
@@ -129,7 +163,7 @@ def test_random_experts(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
-def test_stored_weights(sizes: dict[str, int], tmp_path: Path) -> None:
+def test_stored_weights(sizes: dict[str, int], tmp_path: Path, measure: Measure) -> None:
     """Pages of mapped files are not counted."""
     tiny_models.make(tmp_path, "llama", **sizes)
     found = measure(tmp_path, **{"model.quantize": "int8"})
@@ -138,7 +172,7 @@ def test_stored_weights(sizes: dict[str, int], tmp_path: Path) -> None:
     assert found["peak_allocated"] - mapped_bytes(tmp_path) < most
 
 
-def test_kept_integers(tmp_path: Path) -> None:
+def test_kept_integers(tmp_path: Path, measure: Measure) -> None:
     source, out = tmp_path / "source", (tmp_path / "quantized", tmp_path / "plain")
     tiny_models.make(source, "llama", **LARGE)
     form = writers.FORMATS["gptq-8"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -40,6 +41,7 @@ class StaticFile(msgspec.Struct, frozen=True):
     etag: str
 
 
+@cache
 def read_static_files() -> dict[str, StaticFile]:
     """Returns name -> file, with `/` between the folders of a name."""
     paths = sorted(path for path in FOLDER.rglob("*") if path.suffix in _TYPES)

@@ -15,6 +15,15 @@ from tests.worker.models.test_models import MAX_TOKENS, check, refusal
 pytestmark = pytest.mark.slow
 
 YARN = {**tiny_models.YARN, "factor": None}
+SMALL_TEXT_MODEL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "pad_token_id": 0,
+}
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -51,12 +60,15 @@ def test_contradictory_architectures_are_refused(tmp_path: Path, backend: str) -
 
 
 def test_an_architecture_of_more_than_a_language_model(tmp_path: Path) -> None:
-    """An architecture of more than a language model is refused, with its published config: the
-    names do not contradict each other, and the error does not claim it."""
+    """An architecture of more than a language model is refused, with the names of its published
+    config: they do not contradict each other, and the error does not claim it."""
     config = tiny_models.config_of("llama")
     config.save_pretrained(tmp_path)
     tiny_models.change_config(
-        tmp_path, model_type="mllama", architectures=["MllamaForConditionalGeneration"]
+        tmp_path,
+        model_type="mllama",
+        architectures=["MllamaForConditionalGeneration"],
+        text_config={**SMALL_TEXT_MODEL, "cross_attention_layers": [3]},
     )
     text = refusal(tmp_path, load_format="dummy")
     assert "'MllamaForConditionalGeneration' cannot be served: its layer 3" in text
