@@ -39,7 +39,8 @@ class HistoryForm(NamedTuple):
     text_arguments: bool = False
     """The arguments of a call are JSON text, instead of an object."""
     text_before_calls: bool = False
-    """The text of a message with calls is a separate message."""
+    """The text of a message with calls is a separate message; its reasoning stays with the
+    calls."""
     one_system: bool = False
     """All system messages are joined to one at the beginning."""
 
@@ -133,7 +134,7 @@ _PARALLEL = [
 ]
 _TEXT_AND_CALL = [
     _ASK,
-    ChatMessage(role="assistant", content=".", tool_calls=[_call(0)]),
+    ChatMessage(role="assistant", content=".", reasoning_content=".", tool_calls=[_call(0)]),
     _result(0),
 ]
 _SYSTEMS = [
@@ -197,10 +198,8 @@ def _split_texts(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
     split: list[ChatMessage] = []
     for message in messages:
         if message.tool_calls and message.text:
-            split.append(msgspec.structs.replace(message, tool_calls=None))
-            message = ChatMessage(
-                role=message.role, name=message.name, tool_calls=message.tool_calls
-            )
+            split.append(ChatMessage(role=message.role, name=message.name, content=message.text))
+            message = msgspec.structs.replace(message, content=None)
         split.append(message)
     return split
 

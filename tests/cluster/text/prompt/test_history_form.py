@@ -37,6 +37,13 @@ TEXT_OR_CALLS = (
     "{% else %}{% for c in m.tool_calls %}{{ c.function.name }}"
     "{{ c.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
 )
+THOUGHT_OR_TEXT = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{% if m.content and m.thinking %}"
+    "{{ raise_exception('Cannot pass both content and thinking with tool calls!') }}{% endif %}"
+    "{{ m.content or m.thinking }}{{ m.tool_calls[0].function.arguments | tojson }}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+"""The rule of gpt-oss."""
 FIRST_SYSTEM_ONLY = (
     "{% for m in messages %}{% if m.role == 'system' and loop.first %}[system]{{ m.content }}"
     "{% elif m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
@@ -141,6 +148,12 @@ def test_a_template_that_concatenates_arguments_gets_text() -> None:
 def test_a_template_that_reads_text_or_calls_gets_two_messages() -> None:
     text = written(by(TEXT_OR_CALLS), user(), called("so", '{"at": "east"}'), result("dry"))
     assert text == '[user]hi[assistant]so[assistant]look{"at": "east"}[tool]dry'
+
+
+def test_a_template_that_refuses_reasoning_with_text_and_calls_gets_two_messages() -> None:
+    message = {**called("so", '{"at": "east"}'), "reasoning_content": "hm"}
+    text = written(by(THOUGHT_OR_TEXT), user(), message, result("dry"))
+    assert text == '[user]hi[assistant]so[assistant]hm{"at": "east"}[tool]dry'
 
 
 @pytest.mark.parametrize("source", [FIRST_SYSTEM_ONLY, SYSTEM_FIRST])
