@@ -11,6 +11,10 @@ regular expression over the digits. For example "more than 12.5" is:
 
 The expression of a range is the intersection of all numbers of bounded length, its lower bound and
 its upper bound: `/.../ & /.../ & /.../`.
+
+A complete number that no character may follow must leave the empty expression of at least one of
+these. Otherwise the library fails if a token that is no text follows, such as `</arg_value>`. So
+expressions of integers have no point.
 """
 
 from __future__ import annotations
@@ -89,6 +93,15 @@ class NumberRange(msgspec.Struct, frozen=True):
     def contains(self, value: Decimal) -> bool:
         return not self.intersect(NumberRange(value, False, value, False)).is_empty
 
+    def with_whole_bounds(self) -> NumberRange:
+        """Returns the same integers, with bounds that are integers."""
+        low, high = self.low, self.high
+        if low is not None:
+            low = Decimal(math.floor(low) + 1 if self.low_open else math.ceil(low))
+        if high is not None:
+            high = Decimal(math.ceil(high) - 1 if self.high_open else math.floor(high))
+        return NumberRange(low, False, high, False, self.integer, self.multiple_of)
+
     @property
     def step(self) -> Fraction | None:
         """All numbers in the range are multiples of this number; None if there is none."""
@@ -158,6 +171,7 @@ def number_text(value: Decimal) -> str:
 
 def number_terminal(numbers: NumberRange) -> str:
     """Returns the terminal expression of a range that is not empty. Raises `UnsupportedNumber`."""
+    numbers = numbers.with_whole_bounds() if numbers.integer else numbers
     low = _needed(numbers.low, numbers.high, -1)
     high = _needed(numbers.high, numbers.low, 1)
     if low is not None and low == high:
@@ -174,14 +188,24 @@ def number_terminal(numbers: NumberRange) -> str:
     parts = []
     if high is None or high > 0 or (high == 0 and not numbers.high_open):
         least = None if low is None or (low <= 0 and not (low == 0 and numbers.low_open)) else low
-        parts.append(_between(plain, "", least, numbers.low_open, high, numbers.high_open))
+        parts.append(
+            _between(
+                plain,
+                "",
+                NumberRange(least, numbers.low_open, high, numbers.high_open, numbers.integer),
+            )
+        )
     if low is None or low < 0:
         most = None if low is None else low.copy_negate()
         # Not "-0": it would be the number 0, which the range may exclude.
         least, is_open = ZERO, True
         if high is not None and high < 0:
             least, is_open = high.copy_negate(), numbers.high_open
-        parts.append(_between(plain, "-", least, is_open, most, numbers.low_open))
+        parts.append(
+            _between(
+                plain, "-", NumberRange(least, is_open, most, numbers.low_open, numbers.integer)
+            )
+        )
     choice = " | ".join(f"({part})" for part in parts)
     return " & ".join([f"({choice})", *divisor])
 
@@ -213,20 +237,16 @@ def _num_digits(bound: Decimal) -> int:
     return len(number_text(bound.copy_abs())) + 1
 
 
-def _between(
-    plain: str,
-    sign: str,
-    low: Decimal | None,
-    low_open: bool,
-    high: Decimal | None,
-    high_open: bool,
-) -> str:
+def _between(plain: str, sign: str, sizes: NumberRange) -> str:
     """Returns the expression of numbers with one sign whose absolute values are in a range."""
+    fraction = "" if sizes.integer else _ANY_FRACTION
     parts = [f"/{sign}{plain}/"]
-    if low is not None:
-        parts.append(f"/{sign}({'|'.join(_above(low, inclusive=not low_open))})/")
-    if high is not None:
-        parts.append(f"/{sign}({'|'.join(_below(high, inclusive=not high_open))})/")
+    if sizes.low is not None:
+        found = _above(sizes.low, fraction, inclusive=not sizes.low_open)
+        parts.append(f"/{sign}({'|'.join(found)})/")
+    if sizes.high is not None:
+        found = _below(sizes.high, fraction, inclusive=not sizes.high_open)
+        parts.append(f"/{sign}({'|'.join(found)})/")
     return " & ".join(parts)
 
 
@@ -239,41 +259,42 @@ def _split(bound: Decimal) -> tuple[str, str]:
 _ANY_FRACTION = r"(\.[0-9]*)?"
 
 
-def _above(bound: Decimal, *, inclusive: bool) -> list[str]:
-    """Returns alternatives that match the numbers above a bound, which is not negative."""
+def _above(bound: Decimal, any_fraction: str, *, inclusive: bool) -> list[str]:
+    """Returns alternatives that match the numbers above a bound, which is not negative.
+    `any_fraction` is the expression of a fraction; empty for integers."""
     whole, fraction = _split(bound)
-    found = [f"[1-9][0-9]{{{len(whole)},}}{_ANY_FRACTION}"]
+    found = [f"[1-9][0-9]{{{len(whole)},}}{any_fraction}"]
     for at, digit in enumerate(whole):
         if digit != "9":
             rest = len(whole) - at - 1
-            found.append(f"{whole[:at]}[{int(digit) + 1}-9][0-9]{{{rest}}}{_ANY_FRACTION}")
+            found.append(f"{whole[:at]}[{int(digit) + 1}-9][0-9]{{{rest}}}{any_fraction}")
     for before, digit, same in _runs(fraction):
         if digit != "9":
             found.append(rf"{whole}\.{before}{same}[{int(digit) + 1}-9][0-9]*")
-    found.append(rf"{whole}\.{fraction}0*[1-9][0-9]*")
+    found += [rf"{whole}\.{fraction}0*[1-9][0-9]*"] if any_fraction else []
     if inclusive:
-        found.append(_equal(whole, fraction))
+        found.append(_equal(whole, fraction) if any_fraction else whole)
     return found
 
 
-def _below(bound: Decimal, *, inclusive: bool) -> list[str]:
-    """Returns alternatives that match the numbers below a bound, which is not negative."""
+def _below(bound: Decimal, any_fraction: str, *, inclusive: bool) -> list[str]:
+    """Returns alternatives that match the numbers below a bound, like `_above`."""
     whole, fraction = _split(bound)
     found = []
     if len(whole) > 1:
-        found.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){_ANY_FRACTION}")
+        found.append(f"(0|[1-9][0-9]{{0,{len(whole) - 2}}}){any_fraction}")
     for at, digit in enumerate(whole):
         least = 1 if at == 0 and len(whole) > 1 else 0
         if int(digit) > least:
             rest = len(whole) - at - 1
-            found.append(f"{whole[:at]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}{_ANY_FRACTION}")
+            found.append(f"{whole[:at]}[{least}-{int(digit) - 1}][0-9]{{{rest}}}{any_fraction}")
     found += [whole] if fraction else []
     for before, digit, same in _runs(fraction):
         found.append(rf"{whole}\.{before}{same}")
         if digit != "0":
             found.append(rf"{whole}\.{before}{same}[0-{int(digit) - 1}][0-9]*")
     if inclusive:
-        found.append(_equal(whole, fraction))
+        found.append(_equal(whole, fraction) if any_fraction else whole)
     return found
 
 

@@ -56,6 +56,17 @@ def accepts(lark: str, text: str) -> bool:
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
+def ends_before_a_marker(lark: str, text: str) -> bool:
+    """Returns whether a token that is no text may follow a text of the grammar, as `</arg_value>`
+    follows a number in a call of GLM."""
+    nested = f"start: form <[{END}]>\nform: %lark {{\n{lark}\n}}"
+    matcher = LLMatcher(BYTES, nested, log_level=0)
+    tokens = list(text.encode())
+    assert matcher.try_consume_tokens(tokens) == len(tokens), (text, matcher.get_error())
+    mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+    return not matcher.is_error() and bool(np.unpackbits(mask, bitorder="little")[END])
+
+
 def walk(lark: str, seed: int) -> str:
     """Draws a text of the grammar, byte by byte among the allowed ones."""
     matcher = LLMatcher(BYTES, lark, log_level=0)
@@ -182,6 +193,8 @@ def near(schema: Schema) -> list[str]:
 @example({"type": "number", "minimum": -1e200, "maximum": -1e199}, 0)
 @example({"type": "integer", "minimum": -(10**33) - 7, "maximum": -(10**33) - 5}, 0)
 @example({"type": "number", "minimum": -1e140, "maximum": 1e141}, 0)
+@example({"type": "integer", "minimum": -(2**53) + 1, "maximum": 2**53 - 1}, 0)
+@example({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 99.5, "multipleOf": 5}, 0)
 @example({"type": "number", "maximum": Decimal("0.1234567890123456789")}, 0)
 @example({"type": "number", "exclusiveMinimum": Decimal("1.00000000000000000001")}, 0)
 @example({"type": "number", "exclusiveMinimum": 0, "maximum": Decimal("2e-324")}, 0)
@@ -203,6 +216,7 @@ def test_the_grammar_accepts_the_numbers_of_the_schema(schema: Schema, seed: int
     for text in near(schema):
         taken = accepts(lark, text)
         assert not taken or fits(schema, text), (schema, text)
+        assert not taken or ends_before_a_marker(lark, text), (schema, text)
         # The grammar needs to allow only one way to write a number: 1 for an integer or for the
         # only number of a range, and no -0 next to a bound.
         only = "minimum" in schema and schema["minimum"] == schema.get("maximum")
