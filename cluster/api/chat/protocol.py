@@ -19,6 +19,7 @@ from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.text.json_types import JsonObject, JsonValue
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.prompt.chat_template import THINKING_VARIABLES
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
     ToolChoice,
@@ -60,7 +61,8 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
     parallel_tool_calls: bool | None = None
     """false: at most one call."""
     reasoning_effort: str | None = None
-    """Passed to the chat template; its meaning depends on the model. `none`: no reasoning."""
+    """Passed to the chat template; its meaning depends on the model. `none`: no reasoning; any
+    other effort switches reasoning on."""
     thinking_token_budget: int | None = None
     """The maximum number of reasoning tokens, after which the end of the reasoning is forced. -1:
     no limit."""
@@ -135,8 +137,9 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
             )
 
     def template_variables(self) -> JsonObject:
-        """Returns the variables that the chat template gets in addition to the messages. Raises
-        `BadRequest` if two fields contradict each other."""
+        """Returns the variables that the chat template gets in addition to the messages. An effort
+        also switches reasoning on, since some templates leave it off by default, unless another
+        field says otherwise. Raises `BadRequest` if two fields contradict each other."""
         chosen: dict[str, tuple[str, JsonValue]] = {}
         if _SWITCHES(self) == _NO_SWITCH:
             return {}
@@ -147,7 +150,11 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
                 raise BadRequest(
                     f"{field} and {before} contradict each other: {values}; send one of them", field
                 )
-        return {name: value for name, (_, value) in chosen.items()}
+        variables: JsonObject = {name: value for name, (_, value) in chosen.items()}
+        has_effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
+        if has_effort and variables.keys().isdisjoint(THINKING_VARIABLES):
+            variables |= dict.fromkeys(THINKING_VARIABLES, True)
+        return variables
 
     def _variables(self) -> Iterator[tuple[str, str, JsonValue]]:
         """Yields (field of the request, variable of the template, value)."""
@@ -165,8 +172,8 @@ class ChatCompletionRequest(GenerationBody, kw_only=True):
         }
         for field, value in switches.items():
             if value is not None:
-                yield field, "enable_thinking", value
-                yield field, "thinking", value
+                for name in THINKING_VARIABLES:
+                    yield field, name, value
         for field, effort in efforts.items():
             if effort is not None:
                 yield field, "reasoning_effort", effort

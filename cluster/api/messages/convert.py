@@ -23,7 +23,7 @@ from swell.cluster.api.messages.protocol import (
 )
 from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
-from swell.cluster.text.prompt.chat_template import TemplateOptions
+from swell.cluster.text.prompt.chat_template import THINKING_VARIABLES, TemplateOptions
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.cluster.text.schema import chat_messages as chat
@@ -91,7 +91,7 @@ def template_variables(body: CountTokensRequest) -> JsonObject:
     precedence."""
     variables: JsonObject = {}
     if body.thinking is not None:
-        variables["enable_thinking"] = body.thinking.type != "disabled"
+        variables |= dict.fromkeys(THINKING_VARIABLES, body.thinking.type != "disabled")
         if body.thinking.budget_tokens is not None:
             variables["thinking_budget"] = body.thinking.budget_tokens
     if body.output_config is not None and body.output_config.effort is not None:

@@ -123,7 +123,7 @@ class ToolChoice(RequestBody, kw_only=True):
 
 
 class Thinking(RequestBody, kw_only=True):
-    """Passed to the chat template as `enable_thinking` and `thinking_budget`."""
+    """Passed to the chat template as `enable_thinking`, `thinking` and `thinking_budget`."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None

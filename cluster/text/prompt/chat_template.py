@@ -42,6 +42,8 @@ _RESERVED_VARIABLES = {
 """Names that `chat_template_kwargs` must not set."""
 
 
+THINKING_VARIABLES = ("enable_thinking", "thinking")
+"""Variables that switch reasoning on or off: a template reads one or the other."""
 _PROBE = "probe 17"
 """A text that a template writes only if it reads the content of a message."""
 _PROBE_TOOL: TemplateValues = {

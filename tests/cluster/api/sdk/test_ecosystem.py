@@ -81,13 +81,31 @@ def test_two_response_formats_are_refused_by_name(name: str, value: Any, own: st
 # -------------------------------------------------------------------------- variables
 
 
+ON = {"enable_thinking": True, "thinking": True}
+OFF = {"enable_thinking": False, "thinking": False}
+
+
 @pytest.mark.parametrize(
     ("fields", "variables"),
     [
         ({"enable_thinking": False}, {"enable_thinking": False, "thinking": False}),
         ({"thinking": True}, {"enable_thinking": True, "thinking": True}),
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
-        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "low"}}, {**ON, "reasoning_effort": "low"}),
+        ({"reasoning_effort": "high"}, {**ON, "reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {**OFF, "reasoning_effort": "none"}),
+        (
+            {"reasoning_effort": "high", "enable_thinking": False},
+            {**OFF, "reasoning_effort": "high"},
+        ),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"thinking": False}},
+            {"thinking": False, "reasoning_effort": "high"},
+        ),
+        (
+            {"chat_template_kwargs": {"reasoning_effort": "high"}},
+            {"reasoning_effort": "high"},
+        ),
         ({"reasoning": None}, {}),
         (
             {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": True, "x": 1}},

@@ -242,11 +242,12 @@ def test_request_fields_reach_sampling_and_template() -> None:
     assert params.stop == ["a", "b"] and params.max_tokens is None
     assert request.max_tokens_in_context == 5000
     assert params.structured_outputs is not None and params.structured_outputs.json == schema
-    expected = {"enable_thinking": True, "thinking_budget": 2000, "reasoning_effort": "low"}
+    expected = {"enable_thinking": True, "thinking": True}
+    expected |= {"thinking_budget": 2000, "reasoning_effort": "low"}
     assert isinstance(request.prompt, Conversation)
     assert request.prompt.template.variables == expected == conversation(body).template.variables
     off = conversation(payload(thinking={"type": "disabled"}, chat_template_kwargs={"x": 1}))
-    assert off.template.variables == {"enable_thinking": False, "x": 1}
+    assert off.template.variables == {"enable_thinking": False, "thinking": False, "x": 1}
 
 
 def test_an_answer_continues_the_last_message_of_the_assistant() -> None:
