@@ -23,8 +23,7 @@ the parameters."""
 
 
 CUT_GROUP = "a part begins or ends within a group"
-NOT_FINITE = "a scale is infinite or not a number"
-"""Reasons of `HasIntegers.read_quantized`."""
+"""A reason of `HasIntegers.read_quantized`."""
 
 
 class DamagedCheckpoint(ValueError):

@@ -38,8 +38,9 @@ class Awq(Scheme):
 
     def __init__(self, method: str, config: Mapping[str, Any]) -> None:
         super().__init__(method, config)
-        allowed = {"bits": (4,), "w_bit": (4,), "version": ("gemm",), "zero_point": (True,)}
-        refuse_values(config, {**allowed, "backend": ("autoawq",)})
+        refuse_values(config, {"bits": (4,), "w_bit": (4,), "zero_point": (True,)})
+        layout = ("gemm",)
+        refuse_values(config, {"version": layout, "format": layout, "backend": ("autoawq",)})
 
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
         return AwqMatrix(name, self.method, parts)

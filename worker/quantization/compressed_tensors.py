@@ -44,6 +44,8 @@ FORMATS = (
     *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
 )
+ORDERED, UNORDERED = ("group", "dynamic", True), ("weight", "static", False)
+"""Values of `actorder`: with the first ones, inputs have any groups."""
 BITS = (2, 4, 8)
 """Bits of packed integers, which then never cross the border of a word."""
 
@@ -73,7 +75,8 @@ class CompressedTensors(Scheme):
         group = self._group_of(name.removesuffix(".weight"))
         if ".weight_packed" not in parts:
             groups = (1, group.group_size) if group.group_size > 0 else None
-            return ScaledMatrix(name, self.method, parts, group.block or groups)
+            block = group.block or groups
+            return ScaledMatrix(name, self.method, parts, block, group.needed)
         if parts[".weight_packed"].stored_type == "U8":
             return Fp4Matrix(name, self.method, parts)
         return PackedMatrix(name, self.method, parts, group)
@@ -85,7 +88,7 @@ class CompressedTensors(Scheme):
             if group.names(module):
                 return group
         of_classes = (group for group in self._groups if group.has_class)
-        return next(of_classes, _ModuleGroup((), 0, -1, None))
+        return next(of_classes, _ModuleGroup((), 0, -1, None, ()))
 
 
 def _refuse_online(transforms: Mapping[str, Any]) -> None:
@@ -113,11 +116,14 @@ class _ModuleGroup:
     group_size: int
     """-1: one group has all inputs."""
     block: tuple[int, int] | None
+    needed: tuple[str, ...]
+    """The suffixes of tensors that each of their matrices has."""
 
     @classmethod
     def of(cls, declared: Mapping[str, Any]) -> _ModuleGroup:
         """Raises `ValueError` for values that are not supported."""
         refuse_values(declared, {"format": FORMATS})
+        refuse_values(mapping(declared, "weights"), {"actorder": (*ORDERED, *UNORDERED)})
         targets, weights = declared.get("targets") or [], mapping(declared, "weights")
         if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
             raise ValueError(f"targets={targets!r} (names are expected)")
@@ -133,6 +139,7 @@ class _ModuleGroup:
             bits=integer(weights, "num_bits") or 0,
             group_size=integer(weights, "group_size") or -1,
             block=block_size(weights, "block_structure"),
+            needed=_needed(weights),
         )
 
     @property
@@ -149,9 +156,18 @@ class _ModuleGroup:
         )
 
 
+def _needed(weights: Mapping[str, Any]) -> tuple[str, ...]:
+    if weights.get("type") == "float":
+        return ()
+    order = weights.get("actorder")
+    is_ordered = (order.lower() if isinstance(order, str) else order) in ORDERED
+    zeros = (".weight_zero_point",) if weights.get("symmetric") is False else ()
+    return (*zeros, ".weight_g_idx") if is_ordered else zeros
+
+
 class PackedMatrix(GroupedMatrix):
     def __init__(self, name: str, method: str, parts: Parts, group: _ModuleGroup) -> None:
-        super().__init__(name, method, parts)
+        super().__init__(name, method, parts, group.needed)
         self._group = group
 
     def find_shape(self) -> tuple[int, int]:

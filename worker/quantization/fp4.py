@@ -80,10 +80,16 @@ class Fp4Matrix(GroupedMatrix):
     def grid(self, rows: range) -> Grid:
         scales = scale_values(self.part(".weight_scale").read_stored((slice_of(rows), ALL)))
         if ".weight_scale_2" in self.parts:
-            scales = scales * self.part(".weight_scale_2").read_whole().to(torch.float32)
+            scales = scales * self._factor(".weight_scale_2")
         if ".weight_global_scale" in self.parts:
-            scales = scales / self.part(".weight_global_scale").read_whole().to(torch.float32)
+            scales = scales / self._factor(".weight_global_scale")
         return Grid(scales)
+
+    def _factor(self, suffix: str) -> torch.Tensor:
+        factor = self.part(suffix).read_whole().to(torch.float32)
+        if not bool(factor.isfinite().all()):
+            raise self.refuse(f"has a tensor {suffix!r} that is infinite or not a number")
+        return factor
 
     def groups(self, columns: range) -> torch.Tensor:
         return torch.arange(columns.start, columns.stop) // self.group_size

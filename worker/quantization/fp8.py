@@ -52,10 +52,15 @@ class ScaledMatrix(GroupedMatrix):
     """A matrix of 8-bit numbers that are stored one by one."""
 
     def __init__(
-        self, name: str, method: str, parts: Parts, block: tuple[int, int] | None = None
+        self,
+        name: str,
+        method: str,
+        parts: Parts,
+        block: tuple[int, int] | None = None,
+        needed: Collection[str] = (),
     ) -> None:
         """`block`: the rows and columns of a block, if the checkpoint declares them."""
-        super().__init__(name, method, parts)
+        super().__init__(name, method, parts, needed)
         self._block = block
 
     def find_shape(self) -> tuple[int, int]:

@@ -33,6 +33,8 @@ from swell.worker.quantization.scheme import Scheme, integer, refuse_values
 
 ALL = slice(None)
 BITS = (2, 3, 4, 8)
+VERSION_KEYS = ("checkpoint_format", "format")
+"""Keys that name the version of the format, the first of them first."""
 
 
 class Gptq(Scheme):
@@ -42,12 +44,15 @@ class Gptq(Scheme):
 
     def __init__(self, method: str, config: Mapping[str, Any]) -> None:
         super().__init__(method, config)
-        refuse_values(config, {"bits": BITS, "checkpoint_format": ("gptq", "gptq_v2")})
+        versions = dict.fromkeys(VERSION_KEYS, ("gptq", "gptq_v2"))
+        refuse_values(config, {"bits": BITS, "is_marlin_format": (False,), **versions})
+        version = next((config[key] for key in VERSION_KEYS if config.get(key)), "gptq")
         self._declared = _Declared(
             bits=integer(config, "bits") or 0,
             group_size=integer(config, "group_size") or -1,
             is_symmetric=bool(config.get("sym")),
-            is_second_version=str(config.get("checkpoint_format")).lower() == "gptq_v2",
+            is_second_version=version.lower() == "gptq_v2",
+            is_ordered=bool(config.get("desc_act")),
         )
 
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
@@ -63,11 +68,13 @@ class _Declared:
     """-1: one group has all inputs."""
     is_symmetric: bool
     is_second_version: bool
+    is_ordered: bool
+    """Whether inputs are ordered by activation."""
 
 
 class GptqMatrix(GroupedMatrix):
     def __init__(self, name: str, method: str, parts: Parts, declared: _Declared) -> None:
-        super().__init__(name, method, parts)
+        super().__init__(name, method, parts, (".g_idx",) if declared.is_ordered else ())
         self._declared = declared
 
     def find_shape(self) -> tuple[int, int]:

@@ -21,7 +21,6 @@ import torch
 from swell.kernels.weights.quantized import GROUPS, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import (
     CUT_GROUP,
-    NOT_FINITE,
     DamagedCheckpoint,
     Index,
 )
@@ -63,13 +62,17 @@ class GroupedMatrix(ABC):
     group_size: int | None = None
     """The number of neighbouring columns with one scale; None: groups are not neighbours."""
 
-    def __init__(self, name: str, method: str, parts: Parts) -> None:
-        self.name, self.method, self.parts = name, method, parts
+    def __init__(self, name: str, method: str, parts: Parts, needed: Collection[str] = ()) -> None:
+        """`needed`: the suffixes of tensors that the config declares; without them, the other
+        tensors would mean other numbers."""
+        self.name, self.method, self.parts, self._needed = name, method, parts, needed
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
         """out, in"""
         with self._explained():
+            for suffix in self._needed:
+                self.part(suffix)
             return self.find_shape()
 
     @abstractmethod
@@ -192,7 +195,7 @@ class GroupedMatrix(ABC):
         scales = torch.empty(len(rows), groups.stop - groups.start)
         zeros = torch.empty_like(scales)
         for block, of_block, of_part in self._blocks(rows, len(columns)):
-            levels, grid = self.levels(block, columns), self.grid(block)
+            levels, grid = self.levels(block, columns), self._finite_grid(block)
             if levels.is_floating_point():
                 levels = (levels / self.step).to(torch.int8)
             is_signed = levels.dtype == torch.int8
@@ -203,8 +206,6 @@ class GroupedMatrix(ABC):
             if isinstance(stored, torch.Tensor):
                 stored = stored[of_block, groups]
             zeros[of_part] = stored + (128.0 if is_signed else 0.0)
-        if not bool(scales.isfinite().all()):
-            return NOT_FINITE
         if size not in GROUPS:  # smaller groups with equal scales
             times = size // math.gcd(size, GROUPS[-1])
             scales, zeros = (each.repeat_interleave(times, 1) for each in (scales, zeros))
@@ -234,7 +235,7 @@ class GroupedMatrix(ABC):
     def _values(self, rows: range, columns: range) -> torch.Tensor:
         """Returns the values of an aligned part, [R, C] float32."""
         values = self.levels(rows, columns).to(torch.float32)
-        scales, zeros = self.grid(rows)
+        scales, zeros = self._finite_grid(rows)
         if scales.shape[1] > 1:
             groups = self.groups(columns)
             scales = scales.index_select(1, groups)
@@ -242,6 +243,13 @@ class GroupedMatrix(ABC):
         if isinstance(zeros, torch.Tensor) or zeros != 0.0:
             values = values - zeros
         return values * scales
+
+    def _finite_grid(self, rows: range) -> Grid:
+        """Returns `grid(rows)`. Raises `DamagedCheckpoint` for a scale that is not finite."""
+        grid = self.grid(rows)
+        if not bool(grid.scales.isfinite().all()):
+            raise self.refuse("has a scale that is infinite or not a number")
+        return grid
 
 
 def slice_of(part: range, per: int = 1) -> slice:

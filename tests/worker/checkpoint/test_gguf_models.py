@@ -3,6 +3,7 @@ the same way."""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -276,6 +277,27 @@ def test_integers_have_the_values_of_the_numbers(kinds: Sequence[str], tmp_path:
     norm = checkpoint.tensor("model.norm.weight")
     assert norm.read_quantized((slice(None),)) == "stored as F32"
     checkpoint.close()
+
+
+@pytest.mark.parametrize("bits", ["keep", "none"])
+@pytest.mark.parametrize("number", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("kinds", "place"),
+    [(("Q8_0",), 0), (("Q4_1",), 0), (("Q4_1",), 2), (("Q3_K", "F16"), 108)],
+    ids=str,
+)
+def test_a_scale_or_minimum_that_is_not_finite_is_refused(
+    kinds: Sequence[str], place: int, number: float, bits: str, tmp_path: Path
+) -> None:
+    """`place`: where it is in a block."""
+    file = gguf_of(Path(NANO), tmp_path / "m.gguf", kinds)
+    damaged = read_header(file).tensors["blk.1.ffn_down.weight"]
+    with file.open("r+b") as opened:
+        opened.seek(damaged.offset_bytes + 3 * damaged.type.nbytes + place)
+        opened.write(np.float16(number).tobytes())
+    worker = Worker(load(str(file), {"model.device": "cpu", "model.quantize": bits}))
+    with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj.*infinite or not a number"):
+        worker.load()
 
 
 @pytest.mark.parametrize("kinds", [("F16",), ("Q3_K", "F16"), ("Q2_K", "F16")], ids="+".join)

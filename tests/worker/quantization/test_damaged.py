@@ -4,6 +4,7 @@ other error would end an engine that gets new weights."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,11 +60,15 @@ def damages(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         )
 
 
-def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: bool) -> Tensor:
-    """Loads a matrix as a worker does."""
+def save(folder: Path, form: writers.Format, parts: dict[str, Tensor]) -> None:
     tensors = {NAME + suffix: part.contiguous() for suffix, part in parts.items()}
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"quantization_config": form.config}))
+
+
+def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: bool) -> Tensor:
+    """Loads a matrix as a worker does."""
+    save(folder, form, parts)
     if form is GPT_OSS:
         target = torch.zeros(3, 96, 64)
         shard = WeightShard(NAME, target, (ALL, ALL, ALL), (3, 96, 64))
@@ -136,3 +141,64 @@ def test_any_other_error_of_reading_is_a_refusal(
     assert issubclass(GptqMatrix, GroupedMatrix)
     monkeypatch.setattr(GptqMatrix, method, fail)
     assert refuse(tmp_path, FORMATS["gptq"], stored("gptq"), keep=False) == ""
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_scale_that_is_not_finite_is_refused(
+    name: str, number: float, keep: bool, tmp_path: Path
+) -> None:
+    parts, found = stored(name), {}
+    for suffix, tensor in parts.items():
+        if "scale" in suffix and (damaged := with_number(tensor, number)) is not None:
+            found[suffix] = refuse(tmp_path, FORMATS[name], {**parts, suffix: damaged}, keep)
+    assert {suffix: what for suffix, what in found.items() if what} == {}
+
+
+def with_number(scales: Tensor, number: float) -> Tensor | None:
+    """Returns the scales with the last one replaced; None: their type cannot represent it."""
+    damaged = scales.clone()
+    last = damaged.view(-1)[-1:]
+    if scales.dtype == torch.uint8:  # E8M0
+        last.fill_(255)
+    else:
+        last.copy_(torch.tensor([number]))
+    is_plain = scales.dtype != torch.uint8 and bool(last.float().isfinite().all())
+    return None if is_plain or (scales.dtype == torch.uint8 and number == number) else damaged
+
+
+@pytest.mark.parametrize("name", writers.FORMATS)
+def test_negative_scales_are_computed(name: str, tmp_path: Path) -> None:
+    parts = stored(name)
+    signed = {
+        suffix: (-tensor.float()).to(tensor.dtype)
+        for suffix, tensor in parts.items()
+        if "scale" in suffix and tensor.dtype != torch.uint8
+    }
+    found = []
+    for each in (parts, {**parts, **signed}):
+        save(tmp_path, writers.FORMATS[name], each)
+        found.append(torch.zeros(ROWS, COLUMNS))
+        shard = WeightShard(f"{NAME}.weight", found[-1], (ALL, ALL), (ROWS, COLUMNS))
+        load_weight_shards(lambda _, shard=shard: [shard], ModelConfig(path=str(tmp_path)))
+    assert found[0].any()
+    assert torch.equal(found[1], found[0] * (-1) ** len(signed))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [
+        ("gptq-asymmetric-ordered", ".g_idx"),
+        ("ct-w4a16-ordered", ".weight_g_idx"),
+        ("ct-w4a16-asymmetric", ".weight_zero_point"),
+        ("ct-int8-asymmetric", ".weight_zero_point"),
+    ],
+)
+def test_a_tensor_that_the_config_declares_is_needed(
+    name: str, suffix: str, keep: bool, tmp_path: Path
+) -> None:
+    """Without it, the other tensors would mean other numbers."""
+    parts = {key: tensor for key, tensor in stored(name).items() if key != suffix}
+    assert refuse(tmp_path, FORMATS[name], parts, keep) == ""

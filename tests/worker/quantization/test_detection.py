@@ -92,6 +92,16 @@ def test_methods_that_are_not_supported(
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point=False"),
         ({"quant_method": "gptq", "bits": 5}, "bits=5"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'"),
+        ({"quant_method": "gptq", "bits": 4, "format": "bitblas"}, "format='bitblas'"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format=True"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv_fast"}, "format='gemv_fast'"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"weights": {"actorder": "columns"}}},
+            },
+            "actorder='columns'",
+        ),
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
         (
             {

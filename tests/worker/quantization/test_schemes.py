@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,17 @@ def test_blocks_of_fp8_equal_transformers(kind: torch.dtype) -> None:
         stored[".weight"], stored[".weight_scale_inv"], torch.float32
     )
     assert torch.equal(theirs, values)
+
+
+@pytest.mark.parametrize("key", ["checkpoint_format", "format"])
+def test_two_keys_name_the_version_of_gptq(key: str, tmp_path: Path) -> None:
+    form = writers.FORMATS["gptq-v2"]
+    config = {k: v for k, v in form.config.items() if k != "checkpoint_format"}
+    form = replace(form, config={**config, key: "gptq_v2"})
+    stored, values = form.write(matrix(128, 192))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert torch.equal(tensor.read((ALL, ALL), torch.float32), values)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

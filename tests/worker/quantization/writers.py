@@ -303,7 +303,10 @@ FORMATS: dict[str, Format] = {
     ),
     "ct-int8": Format(compressed("int-quantized", weights("int", 8, strategy="channel")), int8),
     "ct-int8-asymmetric": Format(
-        compressed("int-quantized", weights("int", 8, strategy="group", group_size=64)),
+        compressed(
+            "int-quantized",
+            weights("int", 8, strategy="group", group_size=64, symmetric=False),
+        ),
         lambda w: int8(w, 64, symmetric=False),
     ),
     "ct-w4a16": Format(compressed("pack-quantized", INT4), packed),

@@ -16,8 +16,8 @@ from swell.configs.files.bounded_files import open_regular
 from swell.configs.files.gguf.header import identity_of, read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
 from swell.kernels.weights.quantized import QuantizedTensor
-from swell.worker.checkpoint.checkpoint import CUT_GROUP, NOT_FINITE, Index
-from swell.worker.checkpoint.gguf.blocks import KEPT, dequantize, keep
+from swell.worker.checkpoint.checkpoint import CUT_GROUP, DamagedCheckpoint, Index
+from swell.worker.checkpoint.gguf.blocks import GROUPS, KEPT, dequantize, keep
 
 PIECE_NUMBERS = 2**20
 """The most numbers that are dequantized at a time: in float32 they stay in a cache of the
@@ -101,6 +101,8 @@ class GgufTensor:
         first = width.start // kind.numbers * kind.numbers
         for piece in self._pieces(rows, width):
             numbers = dequantize(piece.blocks.flatten(0, 1), kind).view(len(piece.blocks), -1)
+            if kind.name in GROUPS:
+                self._refuse_unless_finite(numbers)
             numbers = self._in_order(numbers[:, width.start - first : width.stop - first])
             out[piece.to] = (numbers - self._source.added if self._source.added else numbers)[
                 piece.own
@@ -135,12 +137,19 @@ class GgufTensor:
             scales.append(own(kept.scales, groups))
             if kept.mins is not None:
                 mins.append(own(kept.mins, groups))
-        of_groups = torch.cat(scales)
-        if not bool(of_groups.isfinite().all()):
-            return NOT_FINITE
+        for numbers in (*scales, *mins):
+            self._refuse_unless_finite(numbers)
         return QuantizedTensor(
-            torch.cat(integers), of_groups, torch.cat(mins) if mins else None, bits
+            torch.cat(integers), torch.cat(scales), torch.cat(mins) if mins else None, bits
         )
+
+    def _refuse_unless_finite(self, numbers: torch.Tensor) -> None:
+        """Raises `DamagedCheckpoint` for numbers of blocks whose scales are not finite."""
+        if not bool(numbers.isfinite().all()):
+            raise DamagedCheckpoint(
+                f"{self.description} has a scale that is infinite or not a number; copy or "
+                "download the file again"
+            )
 
     def _pieces(self, rows: slice, columns: slice) -> Iterator[_Piece]:
         """Yields the blocks that have these columns of some rows at a time. With heads that are
