@@ -1,6 +1,6 @@
 """Runs pytest with the arguments after `--` while other processes are busy, and with stalls.
 
-python -m tests.loaded -- -n 3 -m "not gpu and not slow_variants" tests/cluster
+python -m tests.loaded -- -n 4 -m "not gpu and not slow_variants" tests/cluster
 """
 
 from __future__ import annotations
