@@ -8,6 +8,7 @@ receiver's is dropped. The rules of the messages about waves are in `waves.py`.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 import msgspec
@@ -37,6 +38,25 @@ class Subscribe(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
     """Counts of its requests. Unless empty, the answer is `OtherIngressCounts`."""
     versions: list[str] | None = None
     """Versions of the engines that began its unfinished answers; None: unchanged."""
+
+
+class WorkerStatus(enum.IntEnum):
+    """The state of a worker."""
+
+    LOADING = 0
+    READY = 1
+    LOST = 2
+    """The worker has died or stopped, and is not replaced yet."""
+
+
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A worker of an engine."""
+
+    status: WorkerStatus
+    pid: int
+    """0: unknown, because its process is starting."""
+    replaced: int = 0
+    """Number of lost workers that had its rank before, since the start of the engine."""
 
 
 class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):
@@ -115,6 +135,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     is_repairing: bool = False
     """Whether it replaces a worker or wakes up: a coordinator that does not know `Broken` learns it
     here."""
+    workers: tuple[WorkerReport, ...] = ()
+    """The workers by rank."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

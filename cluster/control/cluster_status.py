@@ -111,9 +111,36 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> Js
         "repairs": report.repairs,
         "sleep_level": report.sleep_level,
         "freed_bytes": report.freed_bytes,
-        "workers": msgspec.to_builtins(handle.ready.workers) if handle.ready else [],
+        "workers": _workers(handle, report),
+        "starting": _starting(handle) if state == "starting" else "",
         "start": msgspec.to_builtins(_start(handle)),
     }
+
+
+def _workers(handle: EngineHandle, report: EngineReport) -> list[JsonObject]:
+    """Returns the workers, as the engine has last reported or answered."""
+    answer = handle.ready or handle.start_status
+    if answer is None:
+        return []
+    workers, newest = answer.workers, report.workers
+    if handle.ready is None or report.incarnation != handle.ready.incarnation or not newest:
+        newest = tuple(worker.report for worker in workers)
+    return [
+        {
+            "rank": worker.rank,
+            "tensor": worker.tensor,
+            "pipeline": worker.pipeline,
+            "pid": now.pid,
+            "status": now.status.name.lower(),
+            "replaced": now.replaced,
+        }
+        for worker, now in zip(workers, newest, strict=False)
+    ]
+
+
+def _starting(handle: EngineHandle) -> str:
+    """Returns what a starting engine is doing."""
+    return handle.start_status.text if handle.start_status else _STARTING_PROCESS
 
 
 def _start(handle: EngineHandle) -> list[StartPhase]:

@@ -266,6 +266,7 @@ class ClusterManager:
     async def describe(self) -> dict[str, Any]:
         """Returns the body of `GET /admin/cluster`."""
         silence = None
+        self._fleet.ask_starting()
         plans = {  # read before the roster: a change that completes in between is in the roster
             "target": self.target,
             "phase": self.phase,

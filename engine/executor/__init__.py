@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from swell.configs.schema import Config, ConfigError
+from swell.coordinator.wire import WorkerReport, WorkerStatus
 from swell.worker.wire import (
     AdapterLoaded,
     AsyncModelRunnerOutput,
@@ -69,6 +70,14 @@ class WorkerInfo(msgspec.Struct, frozen=True):
     tensor: int
     pipeline: int
     pid: int
+    """0: unknown, because its process is starting."""
+    status: WorkerStatus = WorkerStatus.READY
+    replaced: int = 0
+    """See `WorkerReport`."""
+
+    @property
+    def report(self) -> WorkerReport:
+        return WorkerReport(self.status, self.pid, self.replaced)
 
 
 Progress = Callable[[str], None]
@@ -151,7 +160,8 @@ class Executor(ABC):
         return 0
 
     @abstractmethod
-    def workers(self) -> list[WorkerInfo]: ...
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        """Returns the workers by rank; may be called from any thread."""
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -161,8 +161,8 @@ class InlineExecutor(Executor):
     def progress_counter(self) -> int:
         return self._worker.progress_counter if self._worker is not None else 0
 
-    def workers(self) -> list[WorkerInfo]:
-        return [WorkerInfo(0, 0, 0, os.getpid())]
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(0, 0, 0, os.getpid()),)
 
     def shutdown(self) -> None:
         if self._worker is not None:

@@ -304,12 +304,12 @@ class InprocExecutor(Executor):
     def progress_counter(self) -> int:
         return sum(thread.progress_counter for thread in self._threads)
 
-    def workers(self) -> list[WorkerInfo]:
+    def workers(self) -> tuple[WorkerInfo, ...]:
         tensor = self._config.parallel.tensor
-        return [
+        return tuple(
             WorkerInfo(rank, rank % tensor, rank // tensor, os.getpid())
             for rank in range(len(self._threads))
-        ]
+        )
 
     def shutdown(self) -> None:
         threads, self._threads = self._threads, []

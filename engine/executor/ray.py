@@ -38,6 +38,7 @@ from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.host_shares import stage_order
 from swell.engine.executor.process_killer import kill_process
+from swell.engine.executor.worker_table import WorkerTable
 from swell.worker.actor import WorkerActor
 from swell.worker.wire import (
     AdapterLoaded,
@@ -131,6 +132,7 @@ class RayExecutor(Executor):
         self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host, ports=ports)
         self._heartbeats = HeartbeatListener(keys, host, cluster.stall_timeout_s, ports)
         self._workers: dict[int, RayWorker] = {}
+        self._table = WorkerTable(config.parallel.tensor, config.parallel.world)
         self._bundles: Sequence[int] = ()
         """The bundles of the pipeline stages, fixed at the first start: a replacement uses its
         predecessor's bundle, even if Ray has moved bundles to other nodes meanwhile."""
@@ -161,6 +163,7 @@ class RayExecutor(Executor):
             self._limits = agree_limits(self._config, self._measure(ranks))
             progress(PREPARING_STEPS)
             self._init_caches(ranks, self._limits)
+            self._table.set_ready(ranks)
         except ray.exceptions.RayTaskError as error:
             self.shutdown()
             if isinstance(error.cause, ValueError):
@@ -289,6 +292,7 @@ class RayExecutor(Executor):
                 )
         for worker, pid in zip(workers, ray.get(loads), strict=True):
             worker.pid = pid
+            self._table.set_pid(worker.rank, pid)
 
     # ---------------------------------------------------------------- steps
 
@@ -315,6 +319,7 @@ class RayExecutor(Executor):
         for rank, why in self._heartbeats.stopped().items():
             self._lost.setdefault(rank, f"(pid {self._workers[rank].pid}) {why}")
         if self._lost:
+            self._table.set_lost(self._lost)
             lost = sorted(self._lost.items())
             raise WorkerLost("; ".join(f"worker {rank} {why}" for rank, why in lost))
 
@@ -402,6 +407,7 @@ class RayExecutor(Executor):
             )
         self._repaired_at.append(now)
         lost, self._lost = sorted(self._lost), {}
+        self._table.replace(lost)
         for rank in lost:
             self._kill(self._workers.pop(rank))
         self.abort()
@@ -410,6 +416,7 @@ class RayExecutor(Executor):
             assert self._limits is not None, "the engine has started"
             self._init_caches(lost, self._limits)
             self._load_adapters(lost)
+            self._table.set_ready(lost)
         except (GroupBroken, WorkerLost):
             # The next repair replaces them, too: they may lack their caches or adapters.
             self._lost = dict.fromkeys(lost, "was not replaced completely") | self._lost
@@ -427,12 +434,8 @@ class RayExecutor(Executor):
     def progress_counter(self) -> int:
         return self._heartbeats.progress_counter
 
-    def workers(self) -> list[WorkerInfo]:
-        tensor = self._config.parallel.tensor
-        return [
-            WorkerInfo(rank, rank % tensor, rank // tensor, worker.pid)
-            for rank, worker in sorted(self._workers.items())
-        ]
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return self._table.workers
 
     def _kill(self, worker: RayWorker) -> None:
         """Kills a worker that may be dead already, or stopped, or busy. Frees its memory, unless

@@ -23,9 +23,9 @@ from swell.coordinator.manager_state import NO_MANAGER, ManagerId, NotLeading
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.core import EngineCore
-from swell.engine.executor import build_executor
+from swell.engine.executor import Executor, build_executor
 from swell.engine.executor.host_shares import workers_by_node
-from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused, StartStatus
 from swell.engine.serving.server import EngineServer
 from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
@@ -59,6 +59,7 @@ class EngineActor:
         self._config = config
         self._rank = rank
         self._version = version
+        self._executor: Executor | None = None
         self._server: EngineServer | None = None
         self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
@@ -103,7 +104,7 @@ class EngineActor:
         cluster = self._config.cluster
         self._host = host_address(cluster.interface, ray.util.get_node_ip_address())
         shares = _workers_by_node(self._config)
-        executor = build_executor(
+        self._executor = executor = build_executor(
             self._config,
             placement_group=placement_group,
             keys=self._coordinator.keys,
@@ -200,16 +201,17 @@ class EngineActor:
             server.core.limits,
             os.getpid(),
             ray.get_runtime_context().get_node_id(),
-            list(server.workers),
+            server.workers,
             server.incarnation,
             server.member.store,
             server.version,
             self._start,
         )
 
-    def status(self) -> str:
+    def status(self) -> StartStatus:
         """Returns what the engine is loading, for people who wait for it."""
-        return self._timeline.text
+        workers = () if self._executor is None else self._executor.workers()
+        return StartStatus(self._timeline.text, workers)
 
     @ray.method(concurrency_group=_WATCHING)  # type: ignore[untyped-decorator]
     def ended(self, timeout_s: float) -> str | None:

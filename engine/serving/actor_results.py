@@ -17,7 +17,7 @@ class EngineReady(msgspec.Struct, frozen=True):
     limits: ExecutorLimits
     pid: int
     node: str
-    workers: list[WorkerInfo]
+    workers: tuple[WorkerInfo, ...]
     incarnation: int = 0
     """A number that is unique to this start of the engine."""
     store: tuple[str, int] | None = None
@@ -26,6 +26,13 @@ class EngineReady(msgspec.Struct, frozen=True):
     """The version that it runs, as the roster lists it."""
     start: list[StartPhase] = []
     """The phases of its start. The first one begins with the first call of its process."""
+
+
+class StartStatus(msgspec.Struct, frozen=True):
+    """The work of an engine that does not serve yet, for waiting people."""
+
+    text: str
+    workers: tuple[WorkerInfo, ...] = ()
 
 
 class NewWeightsRefused(ValueError):

@@ -38,6 +38,7 @@ from swell.coordinator.wire import (
     EngineReport,
     Introduce,
     ReconfigureDistributedRequest,
+    WorkerReport,
 )
 from swell.engine.serving.standalone_monitor import StandaloneMonitor
 
@@ -93,6 +94,8 @@ class EngineCallbacks:
     """Returns the engine's progress counter."""
     num_requests: Callable[[], int]
     """Returns the number of requests in the engine."""
+    workers: Callable[[], tuple[WorkerReport, ...]]
+    """Returns the state of the workers, which changes while the loop replaces one."""
     abort_collectives: Callable[[], None]
     """Interrupts a step whose peers may be gone."""
     on_command: Callable[[], None]
@@ -247,6 +250,7 @@ class CoordinatorClient:
                     waiting=max(0, self._engine.num_requests() - report.running),
                     progress_counter=self._engine.progress_counter(),
                     roster_epoch=self._kept.roster_epoch,
+                    workers=self._engine.workers(),
                 )
             )
 

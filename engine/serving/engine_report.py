@@ -5,7 +5,7 @@ from __future__ import annotations
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.channel import ChannelAddress
-from swell.coordinator.wire import EngineReport
+from swell.coordinator.wire import EngineReport, WorkerReport
 from swell.engine.core import EngineCore
 
 
@@ -24,6 +24,11 @@ def member_of(
         num_blocks=limits.num_blocks,
         version=version,
     )
+
+
+def worker_reports(core: EngineCore) -> tuple[WorkerReport, ...]:
+    """Returns the state of the workers by rank; may be called from any thread."""
+    return tuple(worker.report for worker in core.executor.workers())
 
 
 def report_of(
@@ -81,6 +86,7 @@ def report_of(
         expert_imbalance=core.expert_imbalance,
         freed_bytes=core.memory.freed_bytes,
         is_repairing=is_repairing,
+        workers=worker_reports(core),
     )
 
 

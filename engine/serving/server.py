@@ -12,6 +12,7 @@ engine.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import msgspec
 
@@ -42,7 +43,12 @@ from swell.engine.serving.coordinator_client import (
     LoopCommand,
     ServeAlone,
 )
-from swell.engine.serving.engine_report import LoadReporter, member_of, report_of
+from swell.engine.serving.engine_report import (
+    LoadReporter,
+    member_of,
+    report_of,
+    worker_reports,
+)
 from swell.engine.wire import (
     AbortRequests,
     EngineCoreOutput,
@@ -107,6 +113,7 @@ class EngineServer:
             EngineCallbacks(
                 progress_counter=lambda: core.progress,
                 num_requests=lambda: len(core.scheduler.requests) + core.adapters.num_held,
+                workers=partial(worker_reports, core),
                 abort_collectives=core.executor.abort,
                 on_command=self._waker.wake,
             ),
@@ -124,7 +131,7 @@ class EngineServer:
 
     def _describe(self) -> None:
         """Updates `workers` and `member`, because workers may have been replaced."""
-        self.workers = tuple(self.core.executor.workers())
+        self.workers = self.core.executor.workers()
         """Replaced as a whole, so that any thread may read it; `member` too."""
         self.member = member_of(self.core, self.rank, self.incarnation, self.address, self.version)
         """The engine as the roster lists it."""

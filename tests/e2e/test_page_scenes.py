@@ -23,7 +23,12 @@ from tests.support.changed_weights import add_noise, copy_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
 
-SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
+SETTINGS = (
+    "model.name=nano",
+    "model.dtype=float32",
+    "parallel.executor=ray",  # workers have processes of their own
+    "cluster.drain_timeout_s=1",
+)
 STREAMS = 6
 LOG = "#log"
 GCS = "gcs_server"
@@ -180,6 +185,26 @@ def test_the_page_shows_a_killed_engine_and_its_replacement(
     assert streams.moved
     page.type(".find input", f"{streams.moved[0]}\n")
     page.until_text(".timeline", "waits for another engine")
+
+
+def test_the_page_shows_a_killed_worker_and_its_replacement(
+    page: Browser, cluster: Cluster
+) -> None:
+    workers = "tr[data-rank='1'] .workers"
+    with Streams(cluster) as streams:
+        until_both_compute(page)
+        engines = cluster.get("/admin/cluster").json()["engines"]
+        (victim,) = next(engine["workers"] for engine in engines if engine["rank"] == 1)
+        page.until_text(workers, f"0 ready · process {victim['pid']}")
+        os.kill(victim["pid"], signal.SIGKILL)
+        page.until_text(LOG, "worker 0 of engine 1 was lost")
+        page.until_text(LOG, "worker 0 of engine 1 was replaced by process")
+        shown = page.until_text(workers, "replaced once")
+        assert str(victim["pid"]) not in shown and "0 ready" in shown
+        active_engines(page, 2)
+        save(page, "worker")
+    assert streams.failures == []
+    assert len(streams.texts) == 1
 
 
 def test_the_page_shows_a_killed_coordinator_and_its_successor(

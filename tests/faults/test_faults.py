@@ -314,7 +314,7 @@ def test_the_longest_pause_counts_from_the_request_to_the_end() -> None:
 
 
 def state_of(pid: int) -> ClusterState:
-    worker = {"rank": 0, "tensor": 0, "pipeline": 0, "pid": pid}
+    worker = {"rank": 0, "tensor": 0, "pipeline": 0, "pid": pid, "status": "ready"}
     engine = {"rank": 0, "state": "active", "pid": pid, "workers": [worker]}
     body: dict[str, Any] = {"epoch": 1, "wave": 0, "state": "serving", "target": 1}
     body |= {"engines": [engine], "coordinator": {"pid": pid}, "rescale": {"phase": "idle"}}

@@ -29,7 +29,7 @@ from swell.coordinator.wave_protocol.wave_interface import GroupState, RankedCom
 from swell.coordinator.wire import ClusterView
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
-from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused, StartStatus
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineMessage, ReplaceClient
 from tests.simulator.kernel.kernel import WORLD
@@ -342,14 +342,14 @@ class SimEngine:
             server.core.limits,
             self._plane.ray.pid_of(self.process),
             self.process.host,
-            list(server.workers),
+            server.workers,
             server.incarnation,
             server.member.store,
             server.version,
         )
 
-    def status(self) -> str:
-        return "loading" if self.server is None else "serving"
+    def status(self) -> StartStatus:
+        return StartStatus("loading" if self.server is None else "serving")
 
     async def ended(self, timeout_s: float) -> str | None:
         try:

@@ -279,8 +279,8 @@ class SimExecutor(Executor):
     def progress_counter(self) -> int:
         return self.progress
 
-    def workers(self) -> list[WorkerInfo]:
-        return [WorkerInfo(0, 0, 0, self._worker_pid)]
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return (WorkerInfo(0, 0, 0, self._worker_pid),)
 
     def shutdown(self) -> None:
         self._rows.clear()

@@ -6,6 +6,17 @@ from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.bodies.protocol_base import Body
 
 
+class LiveWorker(Body, kw_only=True):
+    """A worker, as its engine reports it to the coordinator."""
+
+    status: str
+    """loading, ready, or lost: it has died or stopped, and is not replaced yet."""
+    pid: int
+    """0: its process is starting."""
+    replaced: int
+    """Number of lost workers that had its rank before, since the start of the engine."""
+
+
 class LiveEngine(Body, kw_only=True):
     """An engine as this ingress sees it, also while the manager is away."""
 
@@ -24,6 +35,8 @@ class LiveEngine(Body, kw_only=True):
     epoch: int
     wave: int
     version: str
+    workers: list[LiveWorker]
+    """The workers by rank; empty before the first report of the engine."""
 
 
 class LiveRates(Body, kw_only=True):

@@ -51,6 +51,11 @@ class WorkerState(Body, kw_only=True):
     tensor: int
     pipeline: int
     pid: int
+    """0: its process is starting."""
+    status: str
+    """loading, ready, or lost: it has died or stopped, and is not replaced yet."""
+    replaced: int = 0
+    """Number of lost workers that had its rank before, since the start of the engine."""
 
 
 class StartPhase(Body, kw_only=True):
@@ -82,6 +87,8 @@ class EngineState(Body, kw_only=True):
     freed_bytes: int = 0
     """Memory that the workers have freed while the engine sleeps."""
     workers: list[WorkerState] = []
+    starting: str = ""
+    """The work of a starting engine, for people."""
     start: list[StartPhase] = []
     """The phases of its start. The first one is missing if another manager started the engine."""
 

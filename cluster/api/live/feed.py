@@ -22,6 +22,7 @@ from swell.cluster.api.admin.live_protocol import (
     LiveEngine,
     LiveEvent,
     LiveRates,
+    LiveWorker,
     LogEntry,
 )
 from swell.cluster.api.answers.sse import PING
@@ -158,6 +159,7 @@ class LiveFeed:
         ready = services.llm.check_ready()
         observed = Observation(
             roster=view.roster,
+            reports=tuple(view.reports.engines),
             cluster=manager.newest,
             manager_answers=manager.error is None,
             coordinator_answers=coordinator_answers(
@@ -217,6 +219,10 @@ def _engines(view: ClusterView) -> list[LiveEngine]:
             epoch=report.epoch,
             wave=report.wave,
             version=member.version,
+            workers=[
+                LiveWorker(status=one.status.name.lower(), pid=one.pid, replaced=one.replaced)
+                for one in report.workers
+            ],
         )
         for member in view.roster.members
         for report in (reports.get(member.rank, EngineReport(member.rank)),)

@@ -8,6 +8,7 @@ import msgspec
 
 from swell.cluster.api.admin.protocol import ClusterState
 from swell.coordinator.roster import MemberState, Roster
+from swell.coordinator.wire import EngineReport, WorkerStatus
 
 Found = Iterator[tuple[str, str]]
 """(kind, text) of each entry of the log."""
@@ -17,6 +18,7 @@ class Observation(msgspec.Struct, frozen=True):
     """The cluster at one moment."""
 
     roster: Roster
+    reports: tuple[EngineReport, ...]
     cluster: ClusterState | None
     manager_answers: bool
     coordinator_answers: bool
@@ -35,6 +37,7 @@ def coordinator_answers(cluster: ClusterState | None, before: bool, *, is_silent
 
 def happened(before: Observation, after: Observation) -> Found:
     yield from _members(before.roster, after.roster)
+    yield from _workers(before, after)
     moved = after.moved_requests - before.moved_requests
     if moved > 0:
         yield "moved", f"{moved} request{'s' if moved > 1 else ''} moved to another engine"
@@ -65,6 +68,21 @@ def _members(before: Roster, after: Roster) -> Found:
             yield "joined", f"engine {member.rank} joined{version}"
         elif known.state is not member.state:
             yield "changed", f"engine {member.rank} {_STATES[member.state]}"
+
+
+def _workers(before: Observation, after: Observation) -> Found:
+    was = {report.incarnation: report.workers for report in before.reports}
+    for report in after.reports:
+        pairs = zip(was.get(report.incarnation, ()), report.workers, strict=False)
+        for rank, (old, new) in enumerate(pairs):
+            name = f"worker {rank} of engine {report.rank}"
+            is_other = new.replaced > old.replaced
+            is_lost = old.status is WorkerStatus.LOST
+            if (is_other and not is_lost) or (new.status is WorkerStatus.LOST and not is_lost):
+                yield "died", f"{name} was lost"
+            was_ready = old.status is WorkerStatus.READY and not is_other
+            if new.replaced and new.status is WorkerStatus.READY and not was_ready:
+                yield "joined", f"{name} was replaced by process {new.pid}"
 
 
 _STATES = {

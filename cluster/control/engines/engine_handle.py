@@ -11,7 +11,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.ray_port import Actor, Group
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import EngineReport
-from swell.engine.serving.actor_results import EngineReady
+from swell.engine.serving.actor_results import EngineReady, StartStatus
 
 
 class StartFailed(RuntimeError):
@@ -68,6 +68,8 @@ class EngineHandle:
     """Why the engine cannot be placed yet; None: it is placed, or will be in a moment."""
     starting: asyncio.Task[None] | None = None
     """The start; it runs until the engine is ready."""
+    start_status: StartStatus | None = None
+    """The newest answer of the starting engine; None: there was none yet."""
     intent: Intent = Intent.STAY
     left_at: float = 0.0
     """When the engine was first told to leave, by the clock of the manager's event loop, as all

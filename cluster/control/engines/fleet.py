@@ -51,6 +51,8 @@ class Fleet:
     ) -> None:
         self.engines: dict[int, EngineHandle] = {}
         self.starting: dict[int, EngineHandle] = {}
+        self._asked: set[EngineHandle] = set()
+        """Starting engines that are asked what they are doing."""
         self.ending: dict[int, EngineHandle] = {}
         self.ended: dict[int, int] = {}
         """Rank -> incarnation of the last engine that this manager took out of the roster, to end
@@ -441,8 +443,23 @@ class Fleet:
     async def starting_texts(self) -> list[str]:
         """Returns what the starting engines are doing, for people who wait for them."""
         starting = sorted(self.starting.items())
-        texts = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
-        return [f"engine {rank}: {text}" for (rank, _), text in zip(starting, texts, strict=True)]
+        found = await asyncio.gather(*(self._placement.status(handle) for _, handle in starting))
+        texts = zip(starting, found, strict=True)
+        return [f"engine {rank}: {status.text}" for (rank, _), status in texts]
+
+    def ask_starting(self) -> None:
+        """Ask the starting engines what they are doing. The answers will be in their handles: one
+        that does not answer delays nobody."""
+        for handle in self.starting.values():
+            if handle not in self._asked:
+                self._asked.add(handle)
+                self.tasks.spawn(self._read_status(handle))
+
+    async def _read_status(self, handle: EngineHandle) -> None:
+        try:
+            handle.start_status = await self._placement.status(handle)
+        finally:
+            self._asked.remove(handle)
 
     async def refresh(self, reports: list[EngineReport]) -> None:
         """Read `ready` again for engines that have replaced workers."""

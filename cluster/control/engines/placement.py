@@ -32,7 +32,7 @@ from swell.configs.schema import Config, ConfigError
 from swell.coordinator.manager_state import NotLeading
 from swell.coordinator.roster import MemberState
 from swell.coordinator.transport.runtime import Runtime
-from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused
+from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused, StartStatus
 
 _WATCH_S = 20.0
 """How long a call waits for an engine to stop, so that a dead manager frees the thread."""
@@ -331,14 +331,16 @@ class Placement:
         )
         handle.in_doubt = False
 
-    async def status(self, handle: EngineHandle) -> str:
+    async def status(self, handle: EngineHandle) -> StartStatus:
         """Returns what a starting engine is doing, for waiting people."""
         if handle.actor is None:
-            return handle.waits_for_room or "waiting for resources"
+            return StartStatus(handle.waits_for_room or "waiting for resources")
         try:
-            return str(await asyncio.wait_for(self._ray.call(handle.actor, "status"), _STATUS_S))
+            call = self._ray.call(handle.actor, "status")
+            status: StartStatus = await asyncio.wait_for(call, _STATUS_S)
         except (TimeoutError, ActorError):
-            return "starting a process"
+            return StartStatus("starting a process")
+        return status
 
     async def ended(self, handle: EngineHandle) -> str:
         """Wait until an engine stops. Returns why it stopped."""

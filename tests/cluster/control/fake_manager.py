@@ -35,7 +35,7 @@ from swell.coordinator.transport.channel import ChannelAddress
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterReports, ClusterView, EngineReport
 from swell.engine.executor import ExecutorLimits, WorkerInfo
-from swell.engine.serving.actor_results import EngineReady
+from swell.engine.serving.actor_results import EngineReady, StartStatus
 
 KEYS = "keys"
 FIRST = "1-configuration"
@@ -451,8 +451,8 @@ class FakePlacement:
         process = self.processes.get(handle.name)
         return "it was killed" if process is None else await asyncio.shield(process.ended)
 
-    async def status(self, handle: EngineHandle) -> str:
-        return "waiting for resources"
+    async def status(self, handle: EngineHandle) -> StartStatus:
+        return StartStatus("waiting for resources")
 
     async def end(self, handle: EngineHandle) -> None:
         self._end(handle, "end")
@@ -490,7 +490,7 @@ class FakePlacement:
             ExecutorLimits(10, 100, 50),
             pid=1000 + handle.rank,
             node=self.nodes.get(handle.rank, "node"),
-            workers=[WorkerInfo(0, 0, 0, 2000 + handle.rank)],
+            workers=(WorkerInfo(0, 0, 0, 2000 + handle.rank),),
             incarnation=self._num_started,
             version=version or handle.version_name or FIRST,
         )

@@ -227,8 +227,8 @@ class FakeExecutor(Executor):
     def abort(self) -> None:
         raise NotImplementedError
 
-    def workers(self) -> list[WorkerInfo]:
-        return []
+    def workers(self) -> tuple[WorkerInfo, ...]:
+        return ()
 
     def shutdown(self) -> None:
         pass

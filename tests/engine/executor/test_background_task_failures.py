@@ -78,6 +78,7 @@ class Line:
         callbacks: dict[str, Any] = {
             "progress_counter": lambda: 0,
             "num_requests": lambda: 0,
+            "workers": lambda: (),
             "abort_collectives": lambda: None,
             "on_command": lambda: None,
             **broken,

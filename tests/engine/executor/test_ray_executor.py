@@ -21,6 +21,7 @@ from swell.configs.files.adapter_files import WEIGHTS_NAME, adapter_digest
 from swell.configs.lora import Adapter
 from swell.configs.schema import load
 from swell.coordinator.transport.channel import make_keys
+from swell.coordinator.wire import WorkerStatus
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, GroupBroken, WorkerLost, build_executor
 from swell.engine.wire import EngineCoreRequest
@@ -138,7 +139,11 @@ def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number,
     with pytest.raises(WorkerLost, match=rf"worker {rank} \(pid {before[rank]}\)") as lost:
         answers(core, tokens=tokens)
     progress_counter = core.executor.progress_counter
+    statuses = [worker.status for worker in core.executor.workers()]
+    assert [status is WorkerStatus.LOST for status in statuses] == [rank == 0, rank == 1]
     recover(core, lost.value)
+    assert {worker.status for worker in core.executor.workers()} == {WorkerStatus.READY}
+    assert core.executor.workers()[rank].replaced == 1
     after = pids(core)
     assert after[rank] != before[rank] and not Path(f"/proc/{before[rank]}").exists()
     assert after[1 - rank] == before[1 - rank], "the other worker is kept"

@@ -68,5 +68,8 @@ class StatusReader:
             "version": engine.current_version,
             "pid": self._plane.ray.pid_of(engine.process),
             "node": engine.process.host,
-            "workers": msgspec.to_builtins(list(server.workers)),
+            "workers": [
+                msgspec.structs.asdict(worker) | {"status": worker.status.name.lower()}
+                for worker in server.workers
+            ],
         }

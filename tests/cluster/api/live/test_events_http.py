@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from swell.cluster.api.live.log import Observation, coordinator_answers, happene
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress
+from swell.coordinator.wire import EngineReport, WorkerReport, WorkerStatus
 from tests.cluster.fake_cluster import FakeCluster, body, until
 from tests.cluster.text import tokenizers_for_tests
 
@@ -191,7 +193,7 @@ def test_observations_use_a_bounded_share_of_a_core(
 
 
 def observed(members: Roster, **changes: Any) -> Observation:
-    fields = {"cluster": None, "manager_answers": True, "coordinator_answers": True}
+    fields = {"reports": (), "cluster": None, "manager_answers": True, "coordinator_answers": True}
     return Observation(members, **{**fields, "moved_requests": 0, **changes})
 
 
@@ -231,6 +233,23 @@ def test_the_log_names_a_coordinator_that_was_replaced_unnoticed() -> None:
     away = observed(Roster(), cluster=first, coordinator_answers=False)
     texts = [text for _, text in happened(away, after)]
     assert texts == ["the coordinator answers again", "another coordinator runs, as process 8"]
+
+
+def test_the_log_names_lost_workers_and_their_replacements() -> None:
+    def kinds(*states: WorkerReport) -> list[list[str]]:
+        reports = [(EngineReport(3, incarnation=5, workers=(state,)),) for state in states]
+        seen = [observed(Roster(), reports=one) for one in reports]
+        return [[kind for kind, _ in happened(*pair)] for pair in pairwise(seen)]
+
+    ready, lost = WorkerReport(WorkerStatus.READY, 7), WorkerReport(WorkerStatus.LOST, 7)
+    loading = WorkerReport(WorkerStatus.LOADING, 0, 1)
+    replaced = WorkerReport(WorkerStatus.READY, 8, 1)
+    assert kinds(ready, lost, loading, replaced, replaced) == [["died"], [], ["joined"], []]
+    assert kinds(ready, replaced) == [["died", "joined"]], "between two observations"
+    assert kinds(replaced, WorkerReport(WorkerStatus.READY, 9, 2)) == [["died", "joined"]]
+    other = observed(Roster(), reports=(EngineReport(3, incarnation=6, workers=(ready,)),))
+    first = observed(Roster(), reports=(EngineReport(3, incarnation=5, workers=(ready,)),))
+    assert list(happened(first, other)) == [], "another engine has other workers"
 
 
 def test_the_manager_knows_first_that_the_coordinator_is_away() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.coordinator.roster import MemberState, update_members
-from swell.coordinator.wire import ClusterView, EngineReport
+from swell.coordinator.wire import ClusterView, EngineReport, WorkerReport, WorkerStatus
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 # -------------------------------------------------------------------------------- growing
@@ -257,6 +257,9 @@ def test_describe_has_all_fields_of_the_contract() -> None:
         await asyncio.sleep(START_S / 2)
         described = await harness.manager.describe()
         assert described["state"] == "starting"
+        await asyncio.sleep(0)
+        described = await harness.manager.describe()
+        assert described["engines"][0]["starting"] == "waiting for resources"
         assert [(e["rank"], e["state"]) for e in described["engines"]] == [
             (0, "starting"),
             (1, "starting"),
@@ -264,8 +267,18 @@ def test_describe_has_all_fields_of_the_contract() -> None:
         text, failed = await harness.manager.not_ready_reason()
         assert "engine 0: " in text and "engine 1: " in text and not failed
         await harness.settle()
+        workers = (WorkerReport(WorkerStatus.READY, 2009, 1),)
         harness.coordinator.reports[1] = EngineReport(
-            1, epoch=5, running=2, waiting=3, kv_usage=0.5, steps=9, wave=4, repairs=1
+            1,
+            incarnation=harness.coordinator.roster.members[1].incarnation,
+            epoch=5,
+            running=2,
+            waiting=3,
+            kv_usage=0.5,
+            steps=9,
+            wave=4,
+            repairs=1,
+            workers=workers,
         )
         described = await harness.manager.describe()
         assert described["engines"][1] == {
@@ -283,7 +296,11 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             "repairs": 1,
             "sleep_level": 0,
             "freed_bytes": 0,
-            "workers": [{"rank": 0, "tensor": 0, "pipeline": 0, "pid": 2001}],
+            "workers": [
+                {"rank": 0, "tensor": 0, "pipeline": 0}
+                | {"pid": 2009, "status": "ready", "replaced": 1}
+            ],
+            "starting": "",
             "start": [],
         }
         assert harness.placement.ranks_of_event("refresh") == [[1]], "its workers are others now"

@@ -7,10 +7,11 @@ import { confirmAction } from "./confirm.js";
 
 const SHOWN_NODE = 8; // hexadecimal digits of Ray's id of a host
 const STATES = { active: "good", leaving: "warn", repairing: "warn", asleep: "", starting: "warn" };
+const WORKERS = { ready: "good", loading: "warn", lost: "bad" };
 const HEADS = [
   ["Engine"], ["State"], ["Host"], ["Running", "number"], ["Waiting", "number"], ["KV cache"],
   ["Prefix hits", "number"], ["Steps/s", "number"], ["Epoch", "number"], ["Wave", "number"],
-  ["Version"], ["Processes"], [""],
+  ["Version"], ["Process", "number"], ["Workers"], [""],
 ];
 
 export class EngineTable {
@@ -57,7 +58,10 @@ class EngineRow {
     this.cells = HEADS.map(([, kind]) => el("td", { class: kind }));
     this.cells[0].textContent = String(rank);
     this.state = el("span", { class: "state" });
-    this.cells[1].append(this.state);
+    this.starting = el("span", { class: "meta" });
+    this.cells[1].append(this.state, " ", this.starting);
+    this.workers = el("ul", { class: "workers", "aria-label": `Workers of engine ${rank}` });
+    this.cells[12].append(this.workers);
     this.meter = el("meter", { min: 0, max: 1, "aria-label": `KV cache of engine ${rank}` });
     this.usage = el("span", { class: "number" });
     this.cells[5].append(this.meter, " ", this.usage);
@@ -72,7 +76,8 @@ class EngineRow {
     this.state.dataset.state = STATES[engine.state] ?? "bad";
     this.meter.value = engine.kvUsage;
     setText(this.usage, percent(engine.kvUsage));
-    const pids = engine.workers.map(({ pid }) => pid);
+    setText(this.starting, engine.starting);
+    this.#drawWorkers(engine);
     const texts = {
       2: engine.node?.slice(0, SHOWN_NODE) ?? "–",
       3: count(engine.running),
@@ -82,9 +87,27 @@ class EngineRow {
       8: count(engine.epoch),
       9: count(engine.wave),
       10: engine.version || "–",
-      11: [...new Set([engine.pid, ...pids])].filter(Boolean).join(", ") || "–",
+      11: engine.pid ? String(engine.pid) : "–",
     };
     this.cells[2].title = engine.node ?? "";
     for (const [index, text] of Object.entries(texts)) setText(this.cells[index], text);
   }
+
+  #drawWorkers({ workers, pid, state }) {
+    const shown = state === "lost" ? [] : workers;
+    while (this.workers.children.length > shown.length) this.workers.lastChild.remove();
+    shown.forEach((worker, rank) => {
+      const item = this.workers.children[rank] ?? el("li", { class: "worker" });
+      if (!item.isConnected) this.workers.append(item);
+      item.dataset.state = WORKERS[worker.status];
+      setText(item, workerText(worker, rank, pid));
+    });
+  }
+}
+
+// A worker without a process of its own has that of the engine.
+export function workerText({ status, pid, replaced }, rank, enginePid) {
+  const process = pid && pid !== enginePid ? ` · process ${pid}` : "";
+  const earlier = replaced ? ` · replaced ${replaced === 1 ? "once" : `${replaced} times`}` : "";
+  return `${rank} ${status}${process}${earlier}`;
 }

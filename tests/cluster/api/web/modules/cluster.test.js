@@ -2,6 +2,7 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import { drainAction, pauseAction, scaleAction } from "./static/cluster/actions.js";
 import { niceTop, pathOf, thinned } from "./static/cluster/charts.js";
+import { workerText } from "./static/cluster/engine_table.js";
 import { facts, obstacle, problems } from "./static/cluster/facts.js";
 import { addToHistory, engineRows, newHistory } from "./static/cluster/history.js";
 import { phasesOf } from "./static/cluster/timeline.js";
@@ -40,6 +41,18 @@ test("engines are shown that only the ingress or only the manager knows", () => 
 
 const healthy = { coordinator: {}, rescale: { phase: "idle" }, upgrade: { phase: "idle" }, engines: [], state: "serving", target: 2 };
 const answering = { cluster: healthy, cluster_at: 1, manager_error: null, coordinator_answers: true, not_ready: null };
+
+test("workers are shown as their engine reports them, also while it starts", () => {
+  const workers = [{ status: "ready", pid: 9, replaced: 1 }];
+  const managed = { rank: 0, state: "active", pid: 7, workers: [{ status: "ready", pid: 8, replaced: 0 }] };
+  const starting = { rank: 1, state: "starting", pid: null, workers: [{ status: "loading", pid: 0, replaced: 0 }], starting: "forming groups" };
+  const rows = engineRows(event(1, { engines: [engine(0, { workers })], cluster: { engines: [managed, starting] } }));
+  assert.deepEqual(rows.map((row) => row.workers[0].pid), [9, 0]);
+  assert.deepEqual(rows.map((row) => row.starting), ["", "forming groups"]);
+  const texts = rows.map((row) => workerText(row.workers[0], 0, row.pid));
+  assert.deepEqual(texts, ["0 ready · process 9 · replaced once", "0 loading"]);
+  assert.equal(workerText({ status: "ready", pid: 7, replaced: 0 }, 0, 7), "0 ready");
+});
 
 test("problems are named, and a cluster without any has none", () => {
   assert.deepEqual(problems(event(1, answering), ""), []);
