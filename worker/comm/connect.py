@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from swell.worker.comm.gloo_transport import connect_gloo
+from swell.worker.comm.gloo_transport import connect_gloo, gloo_key
 from swell.worker.comm.group_secret import GroupSecret
 from swell.worker.comm.nccl_transport import connect_nccl
 from swell.worker.comm.shared_memory_transport import connect_shared_memory
@@ -51,9 +51,11 @@ def connect(
     """
     device = torch.device(device)
     keys = dist.PrefixStore(secret.prefix, store)
+    published = [gloo_key(rank)]
 
     def exchange(topic: str, text: str) -> list[str]:
-        keys.set(f"{topic}{rank}", secret.sign(rank, topic, text))
+        published.append(f"{topic}{rank}")
+        keys.set(published[-1], secret.sign(rank, topic, text))
         names = [f"{topic}{peer}" for peer in range(size)]
         deadline = time.monotonic() + timeout_s
         while not keys.check(names):
@@ -80,4 +82,9 @@ def connect(
         device=device,
         aborted=aborted,
     )
-    return TRANSPORTS[device.type](formation)
+    transport = TRANSPORTS[device.type](formation)
+    # Each rank has read these keys before it took part in `check_members`. A store lives longer
+    # than the groups that form through it.
+    for key in published:
+        keys.delete_key(key)
+    return transport

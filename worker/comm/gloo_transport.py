@@ -130,6 +130,11 @@ class GlooTransport(Transport):
         shut_down_connections(self._members)
 
 
+def gloo_key(rank: int) -> str:
+    """Returns the key under which gloo publishes a rank's own address in the store of a group."""
+    return f"0/{rank}"
+
+
 def connect_gloo(formation: Formation) -> Transport:
     """Connects the ranks of a group. Raises `PeersAbsent`, `ForeignMember` and `RuntimeError`."""
     rank, size, timeout_s = formation.rank, formation.size, formation.timeout_s

@@ -33,21 +33,38 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", store.port, is_master=False)
 
 
-def hosts(store: dist.Store, secret: GroupSecret) -> list[str]:
-    """Returns the published addresses of the two ranks of a group."""
-    published = [store.get(f"{secret.prefix}/address{rank}").decode() for rank in range(2)]
-    return [secret.open(rank, "address", text).split()[0] for rank, text in enumerate(published)]
+Addresses = dict[tuple[str, int], str]
+"""Prefix of a group's keys, rank -> the address that the rank has published."""
 
 
-def test_peers_connect_to_each_others_configured_address(store) -> None:
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Addresses:
+    found: Addresses = {}
+    sign = GroupSecret.sign
+
+    def note_and_sign(self: GroupSecret, rank: int, topic: str, text: str) -> str:
+        if topic == "address":
+            found[self.prefix, rank] = text
+        return sign(self, rank, topic, text)
+
+    monkeypatch.setattr(GroupSecret, "sign", note_and_sign)
+    return found
+
+
+def hosts(published: Addresses, secret: GroupSecret) -> list[str]:
+    """Returns the published hosts of the two ranks of a group."""
+    return [published[secret.prefix, rank].split()[0] for rank in range(2)]
+
+
+def test_peers_connect_to_each_others_configured_address(store, published) -> None:
     def form(rank: int) -> None:
         connect("cpu", client(store), rank, 2, 20, threading.Event(), SECRET, HOSTS[rank]).close()
 
     in_threads(2, form)
-    assert hosts(store, SECRET) == list(HOSTS)
+    assert hosts(published, SECRET) == list(HOSTS)
 
 
-def test_groups_between_engines_are_at_the_address_of_the_worker(store) -> None:
+def test_groups_between_engines_are_at_the_address_of_the_worker(store, published) -> None:
     def form(index: int) -> None:
         mesh = Mesh.build(PAIR, 0, host=HOSTS[index])
         mesh.begin(1)
@@ -56,7 +73,7 @@ def test_groups_between_engines_are_at_the_address_of_the_worker(store) -> None:
 
     in_threads(2, form)
     for group in ("data0.0", "sync0.0", "expert0"):
-        assert hosts(store, GroupSecret(b"", f"epoch7/{group}")) == list(HOSTS)
+        assert hosts(published, GroupSecret(b"", f"epoch7/{group}")) == list(HOSTS)
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])

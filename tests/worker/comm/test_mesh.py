@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import threading
@@ -17,6 +18,7 @@ from swell.configs.schema import ParallelConfig
 from swell.worker.comm import gloo_transport
 from swell.worker.comm.mesh import Group, GroupError, Mesh, ProcessGroup, SoloGroup
 from swell.worker.comm.shared_memory_transport import SharedMemoryTransport
+from swell.worker.comm.transport import Transport
 from swell.worker.wire import GroupPlan
 
 pytestmark = pytest.mark.slow
@@ -359,6 +361,42 @@ def test_closing_frees_files_and_threads(axis: str) -> None:
     while any(now > then for now, then in zip(count(), before, strict=True)):
         assert time.monotonic() < deadline, (count(), before)
         time.sleep(0.05)
+
+
+def test_a_hundred_epochs_leave_nothing() -> None:
+    """Files, threads, transports and keys of the stores of earlier groups are gone."""
+    own_stores, store = [dist.HashStore(), dist.HashStore()], dist.HashStore()
+    parallel = ParallelConfig(tensor=2, expert=True)
+    meshes = in_threads(4, lambda rank: Mesh.build(parallel, rank % 2))
+
+    def form(epoch: int) -> None:
+        def work(rank: int) -> None:
+            engine, mesh = rank // 2, meshes[rank]
+            mesh.begin(epoch)
+            mesh.regroup(GroupPlan(epoch, None, epoch, 2, engine), own_stores[engine], store, 30)
+            for group in (mesh.tensor, mesh.data, mesh.sync, mesh.expert):
+                assert group.all_reduce(torch.ones(1)).item() == group.size
+
+        in_threads(4, work)
+
+    def kept() -> list[int]:
+        gc.collect()
+        transports = sum(isinstance(each, Transport) for each in gc.get_objects())
+        files, threads = (len(os.listdir(f"/proc/self/{of}")) for of in ("fd", "task"))
+        keys = [each.num_keys() for each in (*own_stores, store)]
+        return [transports, files, threads, *keys]
+
+    form(1)
+    form(2)
+    before = kept()
+    for epoch in range(3, 103):
+        form(epoch)
+    deadline = time.monotonic() + 60
+    while any(now > then for now, then in zip(kept(), before, strict=True)):
+        assert time.monotonic() < deadline, (kept(), before)
+        time.sleep(0.05)
+    for mesh in meshes:
+        mesh.close()
 
 
 def _process(rank: int, port: int, results: Any) -> None:
