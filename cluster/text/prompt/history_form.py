@@ -90,7 +90,9 @@ def find_form(render: Callable[[HistoryForm, Sequence[ChatMessage]], str]) -> Hi
             written = render(form, probe)
         except Exception:  # a template is a program and may raise anything
             return False
-        return all(text in written for text in texts)
+        # A template that concatenates arguments writes an object as Python does, not as JSON.
+        is_json = all(str({_NAME: text}) not in written for text in texts)
+        return is_json and all(text in written for text in texts)
 
     # Forms with fewer changes come first.
     for changes in sorted(product((False, True), repeat=3), key=sum):
@@ -106,13 +108,15 @@ def find_form(render: Callable[[HistoryForm, Sequence[ChatMessage]], str]) -> Hi
 
 
 PROBE_CALL = "probe_call"
+_NAME = "text"
+"""Name of the argument of the probe's calls."""
 _TEXTS = [f"probe {number}" for number in (17, 29, 43, 58)]
 _IDS = ("probe1234", "probe5678")
 """Nine letters and digits: the strictest templates accept only such an id."""
 
 
 def _call(number: int) -> MessageToolCall:
-    arguments = json.dumps({"text": _TEXTS[number]})
+    arguments = json.dumps({_NAME: _TEXTS[number]})
     return MessageToolCall(
         id=_IDS[number], function=FunctionCall(name=PROBE_CALL, arguments=arguments)
     )

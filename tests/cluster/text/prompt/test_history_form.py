@@ -32,6 +32,8 @@ CONCATENATED = (
     "{{ c.function.name + '=' + c.function.arguments + ';' }}{% endfor %}{% endfor %}"
 )
 """DeepSeek V3.1 concatenates the arguments."""
+INSERTED = CONCATENATED.replace("+", "~")
+"""An object does not fail here, but is written as Python does: `{'at': 'east'}`."""
 TEXT_OR_CALLS = (
     "{% for m in messages %}[{{ m.role }}]{% if m.content %}{{ m.content }}"
     "{% else %}{% for c in m.tool_calls %}{{ c.function.name }}"
@@ -139,9 +141,10 @@ def test_a_template_that_reads_one_call_gets_one_per_message(source: str) -> Non
     )
 
 
-def test_a_template_that_concatenates_arguments_gets_text() -> None:
+@pytest.mark.parametrize("source", [CONCATENATED, INSERTED])
+def test_a_template_that_concatenates_arguments_gets_text(source: str) -> None:
     parallel = called("so", '{"at":"east"}', '{"at": "cut')
-    text = written(by(CONCATENATED), user(), parallel, result("dry"), result("wet", 12346))
+    text = written(by(source), user(), parallel, result("dry"), result("wet", 12346))
     assert text == '[user]hi[assistant]solook={"at":"east"};look={};[tool]dry[tool]wet'
 
 
