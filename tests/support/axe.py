@@ -10,7 +10,7 @@ from tests.support.browser import Browser
 AXE = ROOT / "build" / "axe-core" / "axe.min.js"
 needs_axe = pytest.mark.skipif(
     not AXE.is_file(),
-    reason=f"{AXE} is missing; run 'npm pack axe-core' and unpack it there",
+    reason=f"{AXE} is missing; CONTRIBUTING.md has the commands that get it",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -137,6 +138,28 @@ def test_tokens_show_their_probabilities(page: Browser) -> None:
     page.click(".token")
     assert "Probability" in page.text(".token-detail")
     assert page.run("return document.querySelectorAll('.token-detail tbody tr').length") == 5
+
+
+def test_the_results_of_tools_continue_the_conversation(page: Browser) -> None:
+    page.run("document.querySelector('#example-tools').click()")
+    fill(page, tool_choice="required", max_tokens="200")
+    ask(page, "upper: abc")
+    page.until_text(".answer .call", "get_weather(")
+    page.click("#as-code")
+    page.type(".call input", 'sunny, "21"')
+    sent = json.loads(shlex.split(page.text("#code-text"))[-1])
+    _, call, result = sent["messages"]
+    assert result["content"] == 'sunny, "21"' and result["role"] == "tool"
+    assert result["tool_call_id"] == call["tool_calls"][0]["id"]
+    page.click("#code-python")
+    compile(page.text("#code-text"), "snippet", "exec")
+    page.click("#code-curl")
+    fill(page, tools="", tool_choice="")
+    page.type(".call input", "sunny\n")
+    page.until(f"return document.querySelectorAll('{ANSWERS}').length === 2")
+    assert "sunny" in page.text(".turn:last-child .said")
+    assert page.run("return document.querySelector('.call input').disabled")
+    assert "complete" in page.text(".turn:last-child .answer .meta")
 
 
 def test_errors_are_shown_with_their_text(page: Browser) -> None:

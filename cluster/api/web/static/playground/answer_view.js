@@ -14,18 +14,22 @@ const FINISHES = {
 
 export class AnswerView {
   #answer;
+  #onTyping;
   #onResults;
+  #inputs = [];
   #isDue = false;
 
-  constructor(answer, { onChoose, onResults }) {
+  // `onTyping` is called when a result of a tool changes, and `onResults` to send all of them.
+  constructor(answer, { onChoose, onTyping, onResults }) {
     this.#answer = answer;
+    this.#onTyping = onTyping;
     this.#onResults = onResults;
     this.reasoningText = el("p");
     const summary = el("summary", {}, "Reasoning");
     this.reasoning = el("details", { hidden: true }, summary, this.reasoningText);
     this.text = el("p", { class: "answer-text" });
     this.tokens = el("div", { class: "tokens", hidden: true });
-    this.calls = el("div", { class: "calls" });
+    this.calls = el("form", { class: "calls", autocomplete: "off", onsubmit: this.#onSubmit });
     this.error = el("p", { class: "error", role: "alert", hidden: true });
     this.meta = el("p", { class: "meta" });
     this.choose = el("button", { type: "button", class: "quiet", onclick: onChoose, hidden: true });
@@ -47,12 +51,14 @@ export class AnswerView {
     if (this.#isDue) return;
     this.#isDue = true;
     requestAnimationFrame(() => {
+      if (!this.#isDue) return; // it has finished meanwhile
       this.#isDue = false;
       this.#draw();
     });
   }
 
   finish() {
+    this.#isDue = false;
     this.#draw();
     this.element.setAttribute("aria-busy", "false");
     const { id } = this.#answer;
@@ -92,22 +98,34 @@ export class AnswerView {
   }
 
   #addResults(rows) {
-    const inputs = this.#answer.toolCalls.map(({ name }, index) => {
+    this.#inputs = this.#answer.toolCalls.map(({ name }, index) => {
       const label = `Result of ${name}`;
       const input = el("input", { "aria-label": label, placeholder: label });
+      input.addEventListener("input", this.#onTyping);
       rows[index].append(input);
       return input;
     });
-    const onclick = () => {
-      const results = inputs.map((input, index) => ({
-        role: "tool",
-        tool_call_id: this.#answer.toolCalls[index].id,
-        content: input.value,
-      }));
-      this.#onResults(results);
-    };
-    rows.push(el("button", { type: "button", onclick }, "Send the results"));
+    rows.push(el("button", {}, "Send the results"));
   }
+
+  // The results as they are typed now, as messages: [] if no tool was called.
+  results() {
+    return this.#inputs.map((input, index) => ({
+      role: "tool",
+      tool_call_id: this.#answer.toolCalls[index].id,
+      content: input.value,
+    }));
+  }
+
+  // Results are sent once: a later turn has seen them.
+  closeResults() {
+    for (const one of this.calls.elements) one.disabled = true;
+  }
+
+  #onSubmit = (event) => {
+    event.preventDefault();
+    this.#onResults();
+  };
 }
 
 function timelineAddress(id) {

@@ -73,16 +73,17 @@ function onKey(event) {
 function onSubmit(event) {
   event.preventDefault();
   const text = byId("prompt").value;
-  if (running || !text.trim()) return;
+  if (!text.trim()) return;
   if (ask([{ role: "user", content: text }])) {
     byId("prompt").value = "";
     showCode();
   }
 }
 
-// Adds a turn with these messages and lets the model answer it. Returns false if the fields of the
-// form are wrong.
+// Adds a turn with these messages and lets the model answer it. Returns false if an answer is in
+// progress, or the fields of the form are wrong.
 function ask(messages) {
+  if (running) return false;
   const given = fields();
   const turn = { messages, answers: [], chosen: 0 };
   const seeds = given.compare ? [given.seed, given.seed_b] : [given.seed];
@@ -94,6 +95,7 @@ function ask(messages) {
     return false;
   }
   showError("");
+  turns.at(-1)?.views.forEach((view) => view.closeResults());
   turns.push(turn);
   const views = seeds.map((seed) => startAnswer(turn, seed));
   byId("turns").append(turnElement(turn, views));
@@ -106,8 +108,15 @@ function startAnswer(turn, seed) {
   const index = turn.answers.push(newAnswer(seed)) - 1;
   return new AnswerView(turn.answers[index], {
     onChoose: () => choose(turn, index),
-    onResults: (results) => ask(results),
+    onTyping: showCode,
+    onResults: () => sendResults(turn, index),
   });
+}
+
+function sendResults(turn, index) {
+  if (turn !== turns.at(-1)) return;
+  choose(turn, index);
+  ask(turn.views[index].results());
 }
 
 function turnElement(turn, views) {
@@ -123,7 +132,7 @@ function turnElement(turn, views) {
 
 function choose(turn, index) {
   turn.chosen = index;
-  turn.views.forEach((view, one) => view.setChosen(true, one === index));
+  turn.views.forEach((view, one) => view.setChosen(turn.views.length > 1, one === index));
   showCode();
 }
 
@@ -208,8 +217,11 @@ function chooseLanguage(name) {
 function showCode() {
   if (byId("code").hidden) return;
   const text = byId("prompt").value;
-  const shown = text.trim()
-    ? [...turns, { messages: [{ role: "user", content: text }] }]
+  const last = turns.at(-1);
+  const results = last?.views[last.chosen].results() ?? [];
+  const next = text.trim() ? [{ role: "user", content: text }] : results;
+  const shown = next.length
+    ? [...turns, { messages: next }]
     : [...turns.slice(0, -1), ...turns.slice(-1).map(({ messages }) => ({ messages }))];
   const base = new URL(".", document.baseURI).href.replace(/\/$/, "");
   const write = language === "curl" ? curlText : pythonText;

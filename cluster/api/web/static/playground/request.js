@@ -19,6 +19,7 @@ export function chatBody(fields, turns, seed = fields.seed) {
   if (stops.length) body.stop = stops.map(unescaped);
   const tools = parsed("tools", fields.tools);
   if (tools !== undefined) body.tools = tools;
+  if (fields.tool_choice) body.tool_choice = fields.tool_choice;
   const schema = parsed("schema", fields.schema);
   if (schema !== undefined) {
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };

@@ -30,6 +30,7 @@ test("every field of the form is in the body", () => {
     max_tokens: " 7 ",
     stop: "\\n\nEND\n",
     tools: '[{"type": "function"}]',
+    tool_choice: "required",
     schema: '{"type": "object"}',
     logprobs: true,
   };
@@ -38,6 +39,7 @@ test("every field of the form is in the body", () => {
   assert.deepEqual([body.temperature, body.max_tokens, body.seed], [0.5, 7, 9]);
   assert.deepEqual(body.stop, ["\n", "END"]);
   assert.deepEqual(body.tools, [{ type: "function" }]);
+  assert.equal(body.tool_choice, "required");
   assert.deepEqual(body.response_format.json_schema.schema, { type: "object" });
   assert.deepEqual([body.logprobs, body.top_logprobs], [true, 5]);
 });
