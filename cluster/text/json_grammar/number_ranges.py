@@ -13,8 +13,8 @@ The expression of a range is the intersection of all numbers of bounded length, 
 its upper bound: `/.../ & /.../ & /.../`.
 
 A complete number that no character may follow must leave the empty expression of at least one of
-these. Otherwise the library fails if a token that is no text follows, such as `</arg_value>`. So
-expressions of integers have no point.
+these. Otherwise the library fails if a token that is no text follows, such as `</arg_value>`.
+Therefore the expressions of integers do not contain a point.
 """
 
 from __future__ import annotations

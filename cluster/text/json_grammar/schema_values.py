@@ -118,6 +118,14 @@ def kind_of(value: JsonValue) -> str:
     return "object"
 
 
+def is_of_type(value: JsonValue, node: JsonSchema) -> bool:
+    """Returns whether the `type` of a schema allows a value."""
+    kinds, is_integer = allowed_kinds([node])
+    if is_integer and isinstance(value, float):
+        return NumberRange(integer=True).contains(decimal_of(value))
+    return kind_of(value) in kinds
+
+
 def decimal_of(value: float) -> Decimal:
     """Converts a JSON number to a decimal without rounding. Raises SchemaError for NaN and
     infinity, and for a number with too many digits."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.grammar.structured_output import inline_json
+from swell.cluster.text.json_grammar.schema_values import allowed_values, is_of_type
 from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import any_call, literal, marker_expression, parameters_of
@@ -131,9 +132,16 @@ class _GemmaArguments(_Arguments):
         if "$ref" in schema:
             self._check(schema, frozenset(("$ref",)), where)
             return self._referred(schema["$ref"], where, depth)
-        if "const" in schema or "enum" in schema:
-            values = schema["enum"] if "enum" in schema else [schema["const"]]
-            return f"({' | '.join(_written(value, where) for value in values)})"
+        values = allowed_values([schema])
+        if values is not None:
+            self._check(schema, frozenset(("type", "const", "enum")), where)
+            written = [_written(one, where) for one in values if is_of_type(one, schema)]
+            if not written:
+                raise ValueError(f"{where} allow no value")
+            return f"({' | '.join(written)})"
+        if len(schema.get("allOf", ())) == 1:
+            self._check(schema, frozenset(("allOf",)), where)
+            return self._value(schema["allOf"][0], where, depth + 1)
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 self._check(schema, frozenset((key,)), where)

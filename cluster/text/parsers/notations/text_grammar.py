@@ -7,6 +7,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from swell.cluster.text.grammar.lark_compiler import is_empty_terminal
+from swell.cluster.text.json_grammar.object_merging import literal
+from swell.cluster.text.json_grammar.schema_values import allowed_values, is_of_type
 from swell.cluster.text.json_grammar.string_patterns import search_expression
 from swell.cluster.text.json_types import JsonObject, JsonSchema
 from swell.cluster.text.parsers import grammar
@@ -60,6 +63,7 @@ _FORMATS = {
 allows."""
 
 _TEXT_KEYWORDS = frozenset(("minLength", "maxLength", "pattern", "format"))
+_LISTS = frozenset(("const", "enum"))
 _OTHER_KEYWORDS = frozenset(
     (
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
@@ -93,6 +97,8 @@ class _Splitter:
         keywords = set(schema) - ANNOTATIONS
         if keywords == {"$ref"}:
             return self.split(resolve(field(schema, "$ref", str), self._root))
+        if keywords == {"allOf"} and len(field(schema, "allOf", list)) == 1:
+            return self.split(schema["allOf"][0])
         if keywords in ({"anyOf"}, {"oneOf"}):
             return self._split_options(schema, keywords.pop())
         if keywords & {"anyOf", "oneOf", "allOf", "$ref"}:
@@ -118,14 +124,16 @@ def field(
 def _split_plain(
     schema: JsonSchema, types: frozenset[str]
 ) -> tuple[list[JsonSchema], JsonSchema | None]:
-    if "const" in schema or "enum" in schema:
-        values = [schema["const"]] if "const" in schema else field(schema, "enum", list)
-        texts = [{"enum": [value for value in values if isinstance(value, str)]}]
-        others = [value for value in values if not isinstance(value, str)]
-        return texts, {"enum": others} if others else None
-    others = sorted(types - STRING)
-    rest = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS}
-    return [schema], {**rest, "type": others} if others else None
+    values = allowed_values([schema])
+    rest = {key: value for key, value in schema.items() if key not in _TEXT_KEYWORDS | _LISTS}
+    if values is None:
+        others = sorted(types - STRING)
+        return [schema], {**rest, "type": others} if others else None
+    values = [value for value in values if is_of_type(value, schema)]
+    text = {key: schema[key] for key in sorted(_TEXT_KEYWORDS & set(schema))}
+    text["enum"] = [value for value in values if isinstance(value, str)]
+    listed = [value for value in values if not isinstance(value, str)]
+    return [text], {**rest, "enum": listed} if listed else None
 
 
 def with_definitions(schema: JsonSchema, root: JsonSchema) -> JsonSchema:
@@ -158,7 +166,7 @@ class TextGrammar:
         """Returns the rules of a string and its end. `others` are the other types that the parser
         reads from text. Raises ValueError for a schema that no rule can enforce."""
         if "enum" in schema:
-            return self._choice(name, schema["enum"], others)
+            return self._choice(name, _fitting(schema), others)
         bodies, nullable = _bodies(schema)
         if others:
             similar = "|".join(_LOOKALIKES[kind] for kind in sorted(others))
@@ -194,6 +202,20 @@ class TextGrammar:
         return [
             f"{name}: {choice} {grammar.literal(self._lead) if self._lead else ''} {self._rest}"
         ]
+
+
+def _fitting(schema: JsonSchema) -> list[str]:
+    """Returns the listed texts that match the other keywords."""
+    values: list[str] = schema["enum"]
+    if not _TEXT_KEYWORDS & set(schema):
+        return values
+    bodies, nullable = _bodies(schema)
+    fitting = " & ".join(bodies)
+    return [
+        value
+        for value in values
+        if (nullable if not value else not is_empty_terminal(f"{literal(value)} & {fitting}"))
+    ]
 
 
 def _bodies(schema: JsonSchema) -> tuple[list[str], bool]:

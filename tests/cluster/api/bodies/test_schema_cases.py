@@ -363,3 +363,13 @@ def test_a_wrong_schema_is_refused_by_tool_and_path(
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     assert "'wrong'" in message and where in message, message
+
+
+# ------------------------------------------------------------------------------------- coverage
+
+
+def test_every_case_has_a_test() -> None:
+    tests = [*(ROOT / "tests/cluster/api").rglob("test_*_cases.py")]
+    sources = "\n".join(path.read_text() for path in tests)
+    names = {path.name.partition(".")[0] for path in CASES.iterdir()}
+    assert names and not [name for name in sorted(names) if f'"{name}' not in sources]

@@ -12,7 +12,11 @@ import pytest
 from swell.cluster.text.parsers import make_parser, tool_format
 from swell.cluster.text.parsers.deltas import Tool, collect
 from swell.cluster.text.parsers.grammar import GrammarBuilder
-from swell.cluster.text.parsers.notations.text_grammar import search_expression
+from swell.cluster.text.parsers.notations.text_grammar import (
+    TextGrammar,
+    search_expression,
+    split_schema,
+)
 from swell.cluster.text.parsers.notations.values import parameter_types
 from tests.cluster.text.parsers.sample_outputs import read
 from tests.cluster.text.parsers.test_sections import TOOLS, qwen
@@ -97,7 +101,10 @@ DIAMONDS |= {"A0": {"type": "string"}}
         ({"properties": {"a": {"type": "string", "pattern": "a$b"}}}, "the pattern 'a$b': "),
         ({"properties": {"a": {"type": "string", "pattern": "^a|b$"}}}, "the pattern "),
         ({"properties": {"a": {"type": "string", "not": {}}}}, "'a' of tool 'f' has 'not'"),
-        ({"properties": {"a": {"allOf": [{"type": "string"}]}}}, "combines anyOf, oneOf, allOf"),
+        (
+            {"properties": {"a": {"allOf": [{"type": "string"}, {}]}}},
+            "combines anyOf, oneOf, allOf",
+        ),
         (
             {"properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}},
             "self",
@@ -114,6 +121,34 @@ def test_schemas_that_elements_cannot_enforce_are_refused_by_name(
     tool = Tool("f", parameters=parameters)
     with pytest.raises(ValueError, match=re.escape(reason)):
         tool_format("qwen3_coder").call_grammar(GrammarBuilder([tool], True, {}))
+
+
+def allowed_texts(schema: Any, root: dict[str, Any]) -> tuple[list[str], Any]:
+    """Returns the texts of an argument, and the schema of its other values."""
+    texts, others = split_schema(schema, root)
+    grammar = TextGrammar("</parameter>", ("</parameter>",), {})
+    types = parameter_types({"properties": {"a": schema}, **root}, "a") - {"string"}
+    (choice,) = [line for text in texts for line in grammar.rules("t", text, types)]
+    return re.findall(r'"(.*?)"', choice)[:-1], others
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ({"enum": ["a", 1]}, ["a"], {"enum": [1]}),
+        ({"type": "string", "enum": ["a", 1, None]}, ["a"], None),
+        ({"type": ["string", "null"], "enum": ["a", 1, None]}, ["a"], {"enum": [None]}),
+        ({"type": ["string", "integer"], "enum": ["a", 1.5, 2.0]}, ["a"], {"enum": [2.0]}),
+        ({"type": "string", "enum": ["a", "bc", "de"], "minLength": 2}, ["bc", "de"], None),
+        ({"enum": ["a", "bc", 7], "pattern": "^b"}, ["bc"], {"enum": [7]}),
+        ({"enum": ["a", "b"], "const": "b"}, ["b"], None),
+        ({"allOf": [{"$ref": "#/$defs/A"}], "default": "x", "description": "d"}, ["x", "y"], None),
+    ],
+)
+def test_listed_values_fit_the_other_keywords(schema: Any, texts: list[str], others: Any) -> None:
+    found, rest = allowed_texts(schema, {"$defs": {"A": {"enum": ["x", "y"]}}})
+    assert found == texts
+    assert (rest and {"enum": rest["enum"]}) == others
 
 
 @pytest.mark.parametrize(
