@@ -12,9 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
+from swell.worker import loader
 from swell.worker.checkpoint import checkpoint, safetensors_files
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config, max_positions, resolve_dtype
+from swell.worker.layers.weight_shard import ALL, WeightShard
 from swell.worker.loader import load_weights, stored_equal
 from swell.worker.memory.uploads import Uploads
 from swell.worker.models import build_model
@@ -162,6 +164,25 @@ def test_dummy_weights_need_only_a_config(folder: Path, backend: str) -> None:
     assert torch.equal(made[0], made[1])
     assert not torch.equal(made[0], made[2])
     assert made[0].isfinite().all()
+
+
+def test_dummy_weights_are_drawn_on_their_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the device is `meta`, which stands for a GPU."""
+    drawn: list[str] = []
+    make, normal = torch.Generator, torch.Tensor.normal_
+
+    def note_and_draw(self: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        drawn.append(self.device.type)
+        return normal(self, *args)
+
+    monkeypatch.setattr(torch, "Generator", lambda device: drawn.append(str(device)) or make())
+    monkeypatch.setattr(torch.Tensor, "normal_", note_and_draw)
+    target = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
+    shard = WeightShard("x.weight", target, (ALL, ALL), (4, 4))
+    loader._fill(shard, 0, loader._LoadProgress(target.nbytes, None))
+    assert drawn == ["meta", "meta"]
 
 
 def failure(folder: Path, **model: Any) -> str:
