@@ -7,6 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.bodies.timings import Timings
+from swell.engine.serving.start_timeline import StartPhase
 
 
 class ChangeResult(msgspec.Struct, frozen=True):
@@ -56,13 +57,6 @@ class WorkerState(Body, kw_only=True):
     """loading, ready, or lost: it has died or stopped, and is not replaced yet."""
     replaced: int = 0
     """Number of lost workers that had its rank before, since the start of the engine."""
-
-
-class StartPhase(Body, kw_only=True):
-    """One phase of an engine's start."""
-
-    phase: str
-    seconds: float
 
 
 class EngineState(Body, kw_only=True):

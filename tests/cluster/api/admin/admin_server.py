@@ -82,7 +82,7 @@ def admin_routes(routes: Any) -> list[AdminRoute]:
     return found
 
 
-_SERVICES: Any = SimpleNamespace(access=None)
+_SERVICES: Any = SimpleNamespace(access=None, manager=None)
 ROUTES = admin_routes([*AdminRoutes(_SERVICES).routes(), *EventRoutes(_SERVICES).routes()])
 POSTS = [route for route in ROUTES if route.method == "POST"]
 GETS = [route for route in ROUTES if route.method == "GET"]
