@@ -43,3 +43,15 @@ def test_arguments_fit_a_random_schema(name: str) -> None:
         found = [*jsonschema.Draft202012Validator(schema).iter_errors(json.loads(call.arguments))]
         assert not found, (seed, call.arguments, found[0].message)
     assert SCHEMAS < 12 or read
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_number_of_the_greatest_length_ends(name: str) -> None:
+    """In some formats only a token that is no text follows a number."""
+    schema = {"type": "object", "properties": {"v": {"multipleOf": 3, "type": "number"}}}
+    schema |= {"required": ["v"], "additionalProperties": False}
+    tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
+    body = request(tools=[tool], tool_choice=FORCED, reasoning_effort="none")
+    for seed in range(6):
+        (call,) = walk(name, body, seed).message.tool_calls
+        jsonschema.validate(json.loads(call.arguments), schema)
