@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from swell.coordinator.wave_protocol.wave_interface import GroupState
 from tests.simulator.control_plane import (
     HEARTBEAT_S,
     STALL_TIMEOUT_S,
@@ -75,15 +76,26 @@ class Prober:
 
     def _is_comparable(self) -> bool:
         """Returns whether probes can be compared now. Nobody can know that an idle engine hangs,
-        and slow engines answer late."""
+        or whether a group steps that does not pause because an engine does not hear the
+        coordinator, and slow engines answer late."""
         plane = self._plane
         return not (
             any(engine.executor.hangs for engine in plane.living_engines)
+            or self._is_pause_unheard()
             or plane.operator.paused is None
             or plane.net.slow_hosts
             or plane.net.lossy_hosts
             or any(ingress.process.stopped for ingress in plane.ingresses)
         )
+
+    def _is_pause_unheard(self) -> bool:
+        plane = self._plane
+        coordinator = plane.coordinator
+        if coordinator is None or coordinator.group_state is not GroupState.PAUSING:
+            return False
+        own = plane.coordinators[-1][0].host
+        group = [each for each in plane.living_engines if each.rank in coordinator.group_ranks]
+        return any(plane.net.is_cut(own, engine.process.host) for engine in group)
 
     def _begin(self, ingress: SimIngress) -> None:
         if ingress.llm is None or not ingress.process.runs or not ingress.llm.has_seen_engine:

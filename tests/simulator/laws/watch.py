@@ -12,7 +12,7 @@ from itertools import permutations
 
 from swell.cluster.client.engine_connection import EngineId
 from swell.coordinator.roster import MemberState
-from swell.coordinator.wave_protocol.wave_interface import GroupState, Phase
+from swell.coordinator.wave_protocol.wave_interface import Phase
 from swell.coordinator.wire import ClusterView
 from swell.engine.serving.server import EngineServer
 from tests.simulator.actors import SimEngine
@@ -303,18 +303,17 @@ class Watch:
         return version.required if is_served else version.required_elsewhere
 
     def _look_at_group(self, engines: list[SimEngine]) -> None:
-        """Records a group whose engines do not all reach each other, or while it changes do not
-        hear the coordinator, which hears them: its steps do not finish, or the next group does not
+        """Records a group whose engines do not all reach each other, or do not hear the
+        coordinator, which hears them: its steps do not begin or finish, or the next group does not
         form. Its time starts again at each new cut: engines may have joined before it."""
         coordinator, net = self._plane.coordinator, self._plane.net
         if coordinator is None or not net.cuts:
             return
         group = [engine for engine in engines if engine.rank in coordinator.group_ranks]
         hosts = {engine.process.host for engine in group}
+        own = self._plane.coordinators[-1][0].host
         paths = [*permutations(hosts, 2)]
-        if coordinator.group_state is not GroupState.SERVING:
-            own = self._plane.coordinators[-1][0].host
-            paths += [(own, host) for host in hosts if not net.is_cut(host, own)]
+        paths += [(own, host) for host in hosts if not net.is_cut(host, own)]
         if cut_at := [net.cuts[path] for path in paths if path in net.cuts]:
             key = "split", coordinator, max(cut_at), *(engine.process for engine in group)
             if self._durations.held_s(key) <= _SPLIT_S / self._faults.slowest_clock:
