@@ -26,7 +26,7 @@ from swell.coordinator.service import CoordinatorService
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact, CoordinatorEndpoint
 from swell.coordinator.transport.finder import FindCoordinator
 from swell.coordinator.wave_protocol.wave_interface import GroupState, RankedCommands
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.wire import ClusterView, EngineHello
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError
 from swell.engine.serving.actor_results import EngineReady, NewWeightsRefused, StartStatus
@@ -173,11 +173,16 @@ class SimCoordinator(CoordinatorService):
             call(by, state)
         return roster
 
+    def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
+        super()._on_hello(peer, hello, now)
+        for call in self._plane.on_hello:
+            call(self, hello)
+
     def _keep(self, state: ManagerState) -> ManagerState:
         before = self._state_machine.manager_state
         kept = super()._keep(state)
         for call in self._plane.on_kept:
-            call(before, self._state_machine.manager_state)
+            call(self, before, self._state_machine.manager_state)
         return kept
 
     def contact(self) -> CoordinatorContact:

@@ -22,7 +22,7 @@ from swell.configs.schema import Config, load
 from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
-from swell.coordinator.wire import ClusterView
+from swell.coordinator.wire import ClusterView, EngineHello
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
@@ -291,9 +291,11 @@ class Observers:
         self.on_command: list[Callable[[ManagerId, ManagerState], None]] = []
         """Called when a coordinator has executed a command: with the manager that sent it, and the
         manager's state that the coordinator knew."""
-        self.on_kept: list[Callable[[ManagerState, ManagerState], None]] = []
+        self.on_kept: list[Callable[[SimCoordinator, ManagerState, ManagerState], None]] = []
         """Called when a coordinator has got a manager's state: with what it knew before, and what
         it knows now."""
+        self.on_hello: list[Callable[[SimCoordinator, EngineHello], None]] = []
+        """Called when a coordinator has handled an engine's hello."""
         self.on_send: list[Callable[[SimIngress, EngineId, Any], None]] = []
         """Called with each message from an ingress to an engine."""
         self.on_replace: list[Callable[[EngineServer, list[bytes]], None]] = []

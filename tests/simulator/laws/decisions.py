@@ -14,7 +14,7 @@ from swell.coordinator.manager_state import ManagerId, ManagerState
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
-from tests.simulator.actors import SimManager
+from tests.simulator.actors import SimCoordinator, SimManager
 from tests.simulator.control_plane import (
     HEARTBEAT_S,
     STALL_TIMEOUT_S,
@@ -101,7 +101,9 @@ class DecisionWatch:
         engine of the rank first."""
         self._break(f"engines {[each.rank for each in newcomers]} cannot join: {reason}")
 
-    def _on_kept(self, before: ManagerState, after: ManagerState) -> None:
+    def _on_kept(
+        self, coordinator: SimCoordinator, before: ManagerState, after: ManagerState
+    ) -> None:
         if after.desired.age < before.desired.age:
             self._break("the coordinator goes back to an older state of the manager")
 

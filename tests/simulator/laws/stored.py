@@ -1,5 +1,7 @@
 """Laws about the state that managers store for their successors: each one begins with what the one
-before it has left, and a change that is given up leaves the version before it."""
+before it has left, and a change that is given up leaves the version before it. What could not be
+stored is not lost as long as the coordinator has it, or an engine that introduces itself to the
+next coordinator."""
 
 from __future__ import annotations
 
@@ -9,6 +11,9 @@ import msgspec
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
 from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage
+from swell.coordinator.manager_state import DesiredState, ManagerState
+from swell.coordinator.wire import EngineHello
+from tests.simulator.actors import SimCoordinator
 from tests.simulator.control_plane import ControlPlane
 
 _CHECKPOINT = b":note-"
@@ -18,10 +23,10 @@ _KEPT = ("target", "pause_requested", "sleep", "served", "adapters")
 
 
 class StoredWatch:
-    """Checks these laws whenever a manager stores its state."""
+    """Checks these laws whenever a manager stores its state, or the coordinator receives it."""
 
     def __init__(self, plane: ControlPlane, broken: Callable[[str], None]) -> None:
-        self._break = broken
+        self._plane, self._break = plane, broken
         self._term = 0
         """The term of the manager that took over last."""
         self._written: ClusterCheckpoint | None = None
@@ -29,13 +34,20 @@ class StoredWatch:
         self._left = [ClusterCheckpoint()]
         """The states that this manager may have found: the one that was stored when it took
         over, and late ones of earlier managers, which it may have missed."""
+        self._claimed_at: dict[int, float] = {}
+        """When the manager of each term claimed it."""
+        self._kept_at: dict[SimCoordinator, float] = {}
+        """When each coordinator received the state that it has."""
         plane.ray.on_put.append(self._on_put)
+        plane.on_kept.append(self._on_kept)
+        plane.on_hello.append(self._on_hello)
 
     def _on_put(self, key: bytes, value: bytes) -> None:
         if _CHECKPOINT not in key:
             return
         stored = msgspec.msgpack.decode(value, type=ClusterCheckpoint)
         term = stored.desired.term
+        self._claimed_at.setdefault(term, self._plane.kernel.now)
         if term > self._term:
             if self._written is not None:
                 self._left = [self._written]
@@ -49,6 +61,29 @@ class StoredWatch:
             found = [[*_lost(left, stored)] for left in self._left]
             self._report(min(found, key=len))
             self._written = stored
+
+    def _on_kept(
+        self, coordinator: SimCoordinator, before: ManagerState, after: ManagerState
+    ) -> None:
+        """Checks that a manager begins with the state that the coordinator had when the manager
+        took over."""
+        kept, first = before.desired, after.desired
+        if first.age == kept.age:
+            return
+        kept_at, claimed_at = self._kept_at.get(coordinator), self._claimed_at.get(first.term, 0.0)
+        self._kept_at[coordinator] = self._plane.kernel.now
+        if first.term > kept.term and kept_at is not None and kept_at < claimed_at:
+            if first.number <= kept.number:
+                self._break(f"the manager of term {first.term} ignores what the coordinator keeps")
+            elif first.number == kept.number + 1:
+                for name in _changed(kept, first):
+                    self._break(f"the manager of term {first.term} loses the {name}, which is kept")
+
+    def _on_hello(self, coordinator: SimCoordinator, hello: EngineHello) -> None:
+        """Checks that a coordinator has the newest state that engines have kept for it."""
+        known = coordinator._state_machine.manager_state.desired
+        if hello.manager_state.desired.age > known.age:
+            self._break(f"the coordinator ignores what engine {hello.member.rank} keeps")
 
     def _report(self, defects: list[str]) -> None:
         for defect in defects:
@@ -67,10 +102,14 @@ def _lost(left: ClusterCheckpoint, first: ClusterCheckpoint) -> Iterator[str]:
     if lost := {drain.name for drain in left.drains} - {drain.name for drain in first.drains}:
         yield f"has lost the drains of {sorted(lost)}"
     if first.desired.number == left.desired.number + 1:  # coordinator and engines keep none newer
-        for name in _KEPT:
-            if getattr(first.desired, name) != getattr(left.desired, name):
-                yield f"has lost the {name} of the cluster"
+        for name in _changed(left.desired, first.desired):
+            yield f"has lost the {name} of the cluster"
     yield from _mistaken(before, after)
+
+
+def _changed(before: DesiredState, after: DesiredState) -> list[str]:
+    """Returns the fields in which a manager does not begin with the state before it."""
+    return [name for name in _KEPT if getattr(before, name) != getattr(after, name)]
 
 
 def _mistaken(before: UpgradeRecord, after: UpgradeRecord) -> Iterator[str]:

@@ -35,6 +35,7 @@ from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.coordinator import roster as rosters
+from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.monitors.engine_monitor import EngineMonitor
 from swell.coordinator.service import CoordinatorService
 from swell.coordinator.state_machine import CoordinatorStateMachine
@@ -247,6 +248,17 @@ async def _claims_too(right: Any, self: CheckpointStore) -> ClusterCheckpoint:
     others = [key for key in keys if not key.endswith(self._checkpoint)]
     found = await self._read_key(others[-1]) if others else None
     return found or await right(self)
+
+
+async def _kept_of_its_term_ignored(right: Any, self: Any, kept: Any) -> Any:
+    is_same = kept.term == (await self._store.read()).desired.term
+    return await right(self, msgspec.structs.replace(kept, number=0) if is_same else kept)
+
+
+def _hello_of_its_term_ignored(right: Any, self: Any, peer: bytes, hello: Any, now: float) -> None:
+    is_same = hello.manager_state.desired.term == self._state_machine.manager_state.desired.term
+    nothing = msgspec.structs.replace(hello, manager_state=ManagerState())
+    right(self, peer, nothing if is_same else hello, now)
 
 
 def _all_stay(
@@ -467,6 +479,12 @@ BUGS = {
     ),
     "manager: it takes the claim of a lost manager for its state": Bug(
         CheckpointStore, "read", _claims_too, campaigns=True
+    ),
+    "manager: what is kept and could not be stored is ignored": Bug(
+        CheckpointWriter, "take_over", _kept_of_its_term_ignored, campaigns=True
+    ),
+    "coordinator: it ignores what an engine keeps of the same term": Bug(
+        CoordinatorService, "_on_hello", _hello_of_its_term_ignored, campaigns=True
     ),
 }
 

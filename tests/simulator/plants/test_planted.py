@@ -74,6 +74,8 @@ SEEDS = {
     "manager: it takes the claim of a lost manager for its state": 82000032,
     "manager: an engine whose start is cancelled stays in the roster": 73995000018,
     "manager: an engine that leaves by mistake is not kept": 73995000995,
+    "manager: what is kept and could not be stored is ignored": 9105008,
+    "coordinator: it ignores what an engine keeps of the same term": 9105162,
 }
 """For each bug, a seed that finds it."""
 
