@@ -338,7 +338,7 @@ def test_a_waiting_ingress_sends_keep_alives(folder: Path) -> None:
         engine = await cluster.join(0)
         await until(lambda: engine.keep_alives > 2)
 
-    play(folder, scene)
+    play(folder, scene, **{"cluster.stall_timeout_s": 4.0})
 
 
 def test_several_prompts_move_together(folder: Path) -> None:
