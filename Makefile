@@ -31,10 +31,9 @@ $(STAMP): pyproject.toml
 demo: setup
 	$(BIN)/python -m swell.cluster.cli.demo
 
-# In four processes of up to 2 GB, with one cluster of up to 6 GB and another Ray of up to 2 GB: 16 GB. Two of them begin
-# with the tests that start Ray, which often wait, and the others have the rest (tests/sharing.py). PROCESSES=0: one
-# after another. The first of them that is lost ends the run, with the name of its test: a process that replaced it
-# would begin with that test again.
+# In four processes of up to 2 GB and one cluster of up to 6 GB: one begins with the tests that start Ray, which often
+# wait, and the others have the rest (tests/sharing.py). PROCESSES=0: one after another. The first of them that is lost
+# ends the run, with the name of its test: a process that replaced it would begin with that test again.
 #
 # Before them, the other checks in two processes at a time, because each of them uses one core. The output of a check
 # appears when it ends; make before 4.0 mixes their lines.

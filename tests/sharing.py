@@ -1,11 +1,10 @@
 """Distribution of the tests over test processes (`pytest -n 4` of pytest-xdist).
 
 The unit is a file, so that its fixtures are created once. Long files come first, so that none of
-them is still running when the others are done. All tests that start a cluster are one unit, so
+them is still running when the others are done. All tests that start Ray are one unit, so
 that only one cluster runs at a time, and tests with a browser belong to it. It comes first because
-it takes longest. All tests that start Ray without a cluster are another unit, which runs
-next to it. Processes that start Ray often wait while the others compute with a low priority, which
-does not slow down the cluster.
+it takes longest. Its process often waits while the others compute with a low priority, which does
+not slow down the cluster.
 
 Each process collects all tests, and each begins at another place, so that each compiles a part of
 the files and reads the others, compiled, from the cache. Compiling all of them, with rewritten
@@ -23,17 +22,15 @@ from typing import Any
 
 import pytest
 
-CLUSTERS = ("tests/e2e/",)
-"""Prefixes of the ids of tests that start clusters: up to ten processes and 6 GB at a time."""
-RAYS = (
+CLUSTERS = (
+    "tests/e2e/",
     "tests/engine/executor/test_gpu_placement.py",
     "tests/engine/executor/test_ray_executor.py",
     "tests/cluster/control/ray/test_ray_contract.py",
     "tests/cluster/control/ray/test_coordinator_on_ray.py",
     "tests/cluster/cli/doctor/test_doctor_on_ray.py",
 )
-"""Files that start Ray without a cluster: small actors, or the workers of one engine. Each starts
-its own Ray, whose address, folder and processes no cluster shares."""
+"""Prefixes of the ids of tests that start Ray."""
 NETWORKS = (
     "tests/cluster/api/web/test_docs_page.py",
     "tests/cluster/api/web/test_playground.py",
@@ -67,21 +64,19 @@ low priority would hardly run."""
 
 def unit(test_id: str) -> str:
     """Returns the unit of a test. One process runs all tests of a unit."""
-    if test_id.startswith(CLUSTERS + NETWORKS):
-        return "clusters"
-    return "rays" if test_id.startswith(RAYS) else test_id.partition("::")[0]
+    return "clusters" if test_id.startswith(CLUSTERS + NETWORKS) else test_id.partition("::")[0]
 
 
 def starts_ray(test_id: str) -> bool:
-    return test_id.startswith(CLUSTERS + RAYS)
+    return test_id.startswith(CLUSTERS)
 
 
 def start_order(test_id: str) -> int:
     """Returns the position of a test's unit. Units of the same position are sorted by name."""
     name = test_id.partition("::")[0]
     if starts_ray(test_id):
-        return 0 if test_id.startswith(CLUSTERS) else 1
-    return 2 + LONG_FILES.index(name) if name in LONG_FILES else 2 + len(LONG_FILES)
+        return 0
+    return 1 + LONG_FILES.index(name) if name in LONG_FILES else 1 + len(LONG_FILES)
 
 
 def is_slow(source: str) -> bool:
@@ -150,5 +145,5 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return unit(nodeid)
 
-    config.option.loadscopereorder = False  # sorting by test count would put the clusters last
+    config.option.loadscopereorder = False  # sorting by test count would put the Ray unit last
     return LoadUnitScheduling(config, log)

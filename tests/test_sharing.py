@@ -66,21 +66,18 @@ waiting.set()
 """
 
 
-def test_a_file_is_a_unit_and_all_files_that_start_clusters_are_one() -> None:
+def test_a_file_is_a_unit_and_all_files_that_start_ray_are_one() -> None:
     assert (
         sharing.unit("tests/worker/comm/test_mesh.py::test_a[1]")
         == "tests/worker/comm/test_mesh.py"
     )
     found = {sharing.unit(f"tests/e2e/{name}.py::test_a") for name in ("test_faults", "test_new")}
     assert found == {"clusters"}
-    assert {sharing.unit(f"{name}::test_a") for name in sharing.RAYS} == {"rays"}
-    assert [name for name in sharing.RAYS if not (ROOT / name).exists()] == []
 
 
 def test_ray_comes_first_and_then_the_long_files() -> None:
     assert [name for name in sharing.LONG_FILES if not (ROOT / name).exists()] == []
-    first = "tests/e2e/test_new.py", sharing.RAYS[0]
-    ids = [f"{name}::test_a" for name in (*first, *sharing.LONG_FILES)]
+    ids = [f"{name}::test_a" for name in ("tests/e2e/test_new.py", *sharing.LONG_FILES)]
     assert sorted(["tests/test_new.py::test_a", *reversed(ids)], key=sharing.start_order) == [
         *ids,
         "tests/test_new.py::test_a",
@@ -145,13 +142,6 @@ def test_every_file_that_may_start_ray_belongs_to_their_unit() -> None:
     found = {name for name, names in imports_of_test_files().items() if names & STARTERS}
     assert {name for name in found if not sharing.starts_ray(name)} <= set(STARTS_NONE)
     assert any(map(sharing.starts_ray, found))
-
-
-def test_every_file_that_starts_a_cluster_belongs_to_their_unit() -> None:
-    """Otherwise two clusters would run at the same time."""
-    clusters = STARTERS - {"ray", "tests.cluster.control.ray.real_ray.RealRay"}
-    found = {name for name, names in imports_of_test_files().items() if names & clusters}
-    assert {sharing.unit(name) for name in found - set(STARTS_NONE)} == {"clusters"}
 
 
 def test_a_browser_and_changes_of_interfaces_share_a_unit() -> None:
