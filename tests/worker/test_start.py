@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from msgspec.structs import replace
 
 import swell.worker.worker
 from swell.configs.parallel import ParallelConfig
+from swell.configs.runtime import network
 from swell.configs.schema import CacheConfig, load
 from swell.worker.memory import kv_cache
 from swell.worker.memory.gpu_memory import MemoryUse
@@ -109,22 +112,29 @@ def test_experts_are_placed_when_the_cache_has_its_memory(
     assert captures == [worker.runner]
 
 
-@pytest.mark.parametrize("memory_bytes", [None, 3_000_000])
+@pytest.mark.parametrize(("memory_bytes", "share"), [(None, 1.0), (None, 0.5), (3_000_000, 1.0)])
 def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
-    make: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, memory_bytes: int | None
+    make: Callable[..., Worker],
+    monkeypatch: pytest.MonkeyPatch,
+    memory_bytes: int | None,
+    share: float,
 ) -> None:
     """The worker computes on a CPU, and only measures a GPU. If the size of the cache is
     configured, nothing is measured."""
     worker = make("llama")
-    worker.config = replace(worker.config, cache=CacheConfig(memory_bytes=memory_bytes))
+    worker.config = replace(
+        worker.config,
+        cache=CacheConfig(memory_bytes=memory_bytes),
+        cluster=replace(worker.config.cluster, gpus_per_worker=share),
+    )
     worker.load()
     worker.regroup(GroupPlan(1))
     ran: list[int | None] = []
     found = MemoryUse(10**9, 4 * 10**8, 5 * 10**8, 10**8, 2 * 10**8, 10**7)
 
     class FoundMemory:
-        def __init__(self, device: torch.device, share: float) -> None:
-            assert (device, share) == (GPU, 1.0)
+        def __init__(self, device: torch.device, own_share: float) -> None:
+            assert (device, own_share) == (GPU, share)
 
         def measure(self, profile: Callable[[], Iterator[int | None]]) -> MemoryUse:
             worker.device = torch.device("cpu")
@@ -134,6 +144,7 @@ def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
 
     monkeypatch.setattr(swell.worker.worker, "GpuMemory", FoundMemory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 * 10**8, 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 0)
     worker.device = GPU
     limits = worker.measure()
     worker.device = torch.device("cpu")
@@ -142,3 +153,31 @@ def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
     )
     assert limits.num_blocks == (memory_bytes or found.cache_bytes) // block_bytes
     assert ran == ([] if memory_bytes else [0, 0, 0])
+
+
+def test_a_worker_prepares_a_part_of_its_gpu_and_the_network_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is allocated and any group is formed."""
+    fractions: list[tuple[float, torch.device]] = []
+    properties = SimpleNamespace(total_memory=80 * 1024**3)
+    for name, call in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda _device: properties,
+        "set_per_process_memory_fraction": lambda *given: fractions.append(given),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, call)
+    monkeypatch.setattr(network, "addresses", lambda: [("eth0", "10.0.0.9"), ("eth1", "10.1.0.9")])
+    monkeypatch.setenv(network.NCCL_INTERFACE, "eth0")
+    config = load(
+        {
+            "model": {"path": "m", "device": "cuda"},
+            "cluster": {"gpus_per_worker": 0.25, "interface": "eth1"},
+        }
+    )
+    worker = Worker(config, gpu=1, host="10.1.0.9")
+    assert worker.device == torch.device("cuda", 1)
+    assert os.environ[network.NCCL_INTERFACE] == "=eth1"
+    [(fraction, device)] = fractions
+    assert device == worker.device and 0.2 < fraction < 0.25

@@ -37,6 +37,7 @@ def _correct_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     interpreter.correct(monkeypatch)
     interpreter.accelerate(monkeypatch)
+    interpreter.refuse_foreign_memory(monkeypatch)
     # exp(-x) may overflow, as on a GPU.
     with interpreter.language(), np.errstate(all="ignore"):
         yield

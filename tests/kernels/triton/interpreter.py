@@ -1,5 +1,5 @@
-"""Corrections of Triton's interpreter, whose results differ from those of a GPU, and a shorter way
-to the same results."""
+"""Corrections of Triton's interpreter, whose results differ from those of a GPU. A shorter way to
+the same results. A record of the launches, and a check of the memory that they use."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from triton.runtime.interpreter import (
     InterpreterOptions,
     TensorHandle,
 )
+
+_ADDRESSES = {"addresses", "downs", "ups"}
+"""Arguments of kernels that have addresses of other tensors."""
 
 
 def correct(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +108,89 @@ def accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast)
     options = InterpreterOptions(sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+
+
+def refuse_foreign_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuses, for one test, reads and writes outside the memory of a kernel's tensors. On a GPU
+    they may be an error, and what they read may be used nowhere, so that no result shows them.
+
+    Kernels that find tensors by their addresses are not checked.
+    """
+    init, load, store, atomic = (
+        GridExecutor._init_args_hst,
+        InterpreterBuilder.create_masked_load,
+        InterpreterBuilder.create_masked_store,
+        InterpreterBuilder.create_atomic_rmw,
+    )
+    begins, ends = np.zeros(0, np.uint64), np.zeros(0, np.uint64)
+    is_checked = False
+
+    def init_args(self: GridExecutor, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        nonlocal begins, ends, is_checked
+        tensors = [x for x in (*given, *named.values()) if isinstance(x, torch.Tensor)]
+        storages = [x.untyped_storage() for x in tensors]
+        memory = sorted({(each.data_ptr(), each.nbytes()) for each in storages})
+        begins = np.array([begin for begin, _ in memory], np.uint64)
+        ends = np.array([begin + size for begin, size in memory], np.uint64)
+        is_checked = not _ADDRESSES & set(self.arg_names)
+        return init(self, given, named)
+
+    def check(addresses: TensorHandle, mask: TensorHandle) -> None:
+        if not is_checked:
+            return
+        used = np.asarray(addresses.data)[np.asarray(mask.data, bool)]
+        size = np.uint64(max(1, addresses.get_element_ty().primitive_bitwidth // 8))
+        at = np.searchsorted(begins, used, side="right") - 1
+        if (at < 0).any() or (used + size > ends[at]).any():
+            raise IndexError("memory outside the tensors of the kernel")
+
+    def masked_load(
+        self: InterpreterBuilder, addresses: TensorHandle, mask: TensorHandle, *rest: Any
+    ) -> TensorHandle:
+        check(addresses, mask)
+        return load(self, addresses, mask, *rest)
+
+    def masked_store(
+        self: InterpreterBuilder,
+        addresses: TensorHandle,
+        value: TensorHandle,
+        mask: TensorHandle,
+        *rest: Any,
+    ) -> None:
+        check(addresses, mask)
+        store(self, addresses, value, mask, *rest)
+
+    def atomic_rmw(
+        self: InterpreterBuilder,
+        operation: Any,
+        addresses: TensorHandle,
+        value: TensorHandle,
+        mask: TensorHandle,
+        *rest: Any,
+    ) -> TensorHandle:
+        check(addresses, mask)
+        return atomic(self, operation, addresses, value, mask, *rest)
+
+    monkeypatch.setattr(GridExecutor, "_init_args_hst", init_args)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", masked_load)
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_store", masked_store)
+    monkeypatch.setattr(InterpreterBuilder, "create_atomic_rmw", atomic_rmw)
+
+
+def record_variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
+    """Returns a set to which each launch adds its variant until the end of the test: the name of
+    the kernel, its constants and the options of the compiler. The interpreter adds the terms of a
+    sum in the same order in all tiles, but a GPU may do so only within one variant."""
+    variants, call = set(), GridExecutor.__call__
+
+    def record(self: GridExecutor, *given: Any, **named: Any) -> None:
+        arguments = {**dict(zip(self.arg_names, given, strict=False)), **named}
+        fixed = {*self.constexprs, *named.keys() - set(self.arg_names)}
+        variants.add((self.fn.__name__, *((name, arguments[name]) for name in sorted(fixed))))
+        call(self, *given, **named)
+
+    monkeypatch.setattr(GridExecutor, "__call__", record)
+    return variants
 
 
 @contextmanager

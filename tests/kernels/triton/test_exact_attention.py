@@ -13,6 +13,7 @@ from torch import Tensor
 from swell.kernels.attention import WHOLE_ROW, AttentionMetadata
 from swell.kernels.triton.attention import exact, launch, paged_attention
 from tests.kernels.test_paged_attention import Case, by_definition, close
+from tests.kernels.triton.interpreter import record_variants
 from tests.kernels.triton.test_attention import _buffers_are_nan
 
 __all__ = ["_buffers_are_nan"]
@@ -109,6 +110,7 @@ def test_the_number_of_parts(units):
 def test_a_token_has_the_same_bits_in_every_batch(options, monkeypatch):
     """A prompt in one step, in chunks, and token by token; between rows that move its tokens to
     other places of their tiles; with a program for each part and with one for all."""
+    variants = record_variants(monkeypatch)
     case = Case([LONG, (3, 20), (1, 30), (1, 5)], 2, 1, 16)
     queries = LONG[0]
     monkeypatch.setattr(launch, "PROGRAMS", 0)
@@ -125,12 +127,14 @@ def test_a_token_has_the_same_bits_in_every_batch(options, monkeypatch):
     monkeypatch.setattr(launch, "PROGRAMS", 1 << 20)
     check((0, queries), (10, queries))
     check((5, 6), others=((1, 0, 3), (3, 0, 1)))
+    assert sorted(name for name, *_ in variants) == ["_add_parts", "_attend_parts"], variants
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bit_types_have_the_same_bits_in_every_batch(dtype, monkeypatch):
     """With the largest group that shares a tile with other query tokens, and an odd head size."""
     monkeypatch.setattr(exact, "PART_TOKENS", 64)
+    variants = record_variants(monkeypatch)
     case = Case([(9, 140), (1, 70)], 3, 1, 40, dtype=dtype)
     monkeypatch.setattr(launch, "PROGRAMS", 0)
     (wanted,) = steps_of(case, [(0, 0, 9)])
@@ -139,6 +143,7 @@ def test_16_bit_types_have_the_same_bits_in_every_batch(dtype, monkeypatch):
         for at in tokens:
             decoded = steps_of(case, [(1, 0, 1), (0, at, at + 1)])[1]
             assert torch.equal(decoded[0], wanted[at]), at
+    assert sorted(name for name, *_ in variants) == ["_add_parts", "_attend_parts"], variants
 
 
 def test_padding_may_be_anything(monkeypatch):

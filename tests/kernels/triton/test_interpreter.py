@@ -42,3 +42,17 @@ def test_the_short_way_computes_the_same_bits(dtype: torch.dtype, monkeypatch) -
     interpreter.correct(monkeypatch)
     _sums[(1,)](x, results[1], 13, 16)
     assert results.isfinite().all() and torch.equal(*results)
+
+
+@triton.jit
+def _copy(x, result, size, SIZE: tl.constexpr):
+    lane = tl.arange(0, SIZE)
+    tl.store(result + lane, tl.load(x + lane, mask=lane < size, other=0), mask=lane < 4)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(5, 4), (6, 3)])
+def test_memory_outside_the_tensors_of_a_kernel_is_refused(inputs: int, outputs: int) -> None:
+    """Also what is read there and used nowhere: the kernel reads six numbers, and writes four."""
+    _copy[(1,)](torch.empty(6), torch.empty(4), 6, 8)
+    with pytest.raises(InterpreterError, match="outside the tensors"):
+        _copy[(1,)](torch.empty(inputs), torch.empty(outputs), 6, 8)

@@ -13,6 +13,7 @@ from swell.kernels.linear import PackedTensor
 from swell.kernels.triton import linear as column
 from swell.kernels.triton.linear import embedding, linear, linear_argmax, pack
 from tests.kernels.test_linear import in_doubles
+from tests.kernels.triton.interpreter import record_variants
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
 
 pytestmark = pytest.mark.slow
@@ -49,9 +50,10 @@ def test_definition(rows, size, outs, dtype):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("size", [130, 1000])
-def test_the_bits_of_a_row_do_not_depend_on_its_batch(size, dtype):
+def test_the_bits_of_a_row_do_not_depend_on_its_batch(size, dtype, monkeypatch):
     """A row without others, at the beginning, in the middle and at the end of 65 rows, which are
     more than one tile has, and between rows that have failed."""
+    variants = record_variants(monkeypatch)
     x, weight = made(65, size, 20, dtype)
     row, weight = torch.randn(size).to(dtype), packed(weight)
     alone = linear(row[None], weight)[0]
@@ -61,6 +63,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_batch(size, dtype):
             batch = x.clone() if filling is None else torch.full_like(x, filling)
             batch[place] = row
             assert torch.equal(linear(batch, weight)[place], alone), (place, filling)
+    assert len(variants) == 1, variants
 
 
 @pytest.mark.parametrize("outs", [1, 20, 33])

@@ -23,6 +23,7 @@ from swell.kernels.triton.linear import (
 from swell.kernels.weights.quantized import GROUPS, PackedQuantizedTensor, QuantizedTensor
 from tests.kernels.test_linear import in_doubles
 from tests.kernels.test_quantized import random_weight
+from tests.kernels.triton.interpreter import record_variants
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
 
 pytestmark = pytest.mark.slow
@@ -105,9 +106,12 @@ def test_rows_equal_the_dequantized_weight(form: Form, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("form", COMPILED, ids=str)
-def test_the_bits_of_a_row_do_not_depend_on_its_batch(form: Form, dtype: torch.dtype) -> None:
+def test_the_bits_of_a_row_do_not_depend_on_its_batch(
+    form: Form, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row without others, at the beginning, in the middle and at the end of one row more than a
     tile has, and between rows that have failed."""
+    variants = record_variants(monkeypatch)
     size, last = -(-160 // form["group"]) * form["group"], 16 if dtype == torch.float32 else 64
     x, weight = made(last + 2, size, 40, dtype, form)
     x, row, packed = x[: last + 1], x[last + 1], pack_quantized(weight, dtype)
@@ -118,6 +122,7 @@ def test_the_bits_of_a_row_do_not_depend_on_its_batch(form: Form, dtype: torch.d
             batch = x.clone() if filling is None else torch.full_like(x, filling)
             batch[place] = row
             assert torch.equal(linear(batch, packed)[place], alone), (place, filling)
+    assert len(variants) == 1, variants
 
 
 @pytest.mark.parametrize("outs", [1, 20, 33, 70])
