@@ -282,7 +282,6 @@ class ClusterManager:
         except Exception as error:  # the coordinator has stopped, or is being restarted
             silence = f"it does not answer ({type(error).__name__}); the call is retried"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
-        await self._fleet.refresh(self._view.reports.engines)
         handles = {**self._fleet.starting, **self._fleet.engines}
         coordinator = {"pid": self._coordinator.pid, "error": silence}
         return describe(self._view, handles, coordinator=coordinator, **plans)

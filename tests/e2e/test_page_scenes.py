@@ -56,7 +56,7 @@ class Streams:
         self._stopping = threading.Event()
         self.failures: list[str] = []
         self.moved: list[str] = []
-        """Ids of the answers that more than one engine computed."""
+        """Ids of the answers that had to wait for another engine."""
         self.texts: set[str] = set()
         """The texts of the complete answers: a single one, because none is sampled."""
         self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
@@ -77,7 +77,7 @@ class Streams:
 
     def _answer(self) -> None:
         body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 900, "stream": True}
-        body |= {"ignore_eos": True, "temperature": 0}
+        body |= {"ignore_eos": True, "temperature": 0, "include_timings": True}
         id, last, text = "", "", ""
         with HTTP.stream("POST", f"{self._url}/v1/completions", json=body) as answer:
             for line in answer.iter_lines():
@@ -85,8 +85,8 @@ class Streams:
                     chunk = json.loads(line.removeprefix("data: "))
                     id = chunk.get("id", id)
                     text += "".join(choice["text"] for choice in chunk.get("choices", []))
-                if line.startswith(": x-swell-engine") and "," in line:
-                    self.moved.append(id)
+                    if '"event":"resubmitted"' in line:
+                        self.moved.append(id)
                 last = line or last
         if last == "data: [DONE]":
             self.texts.add(text)

@@ -91,8 +91,6 @@ class EngineHandle:
     in_transition: bool = False
     """The manager is changing the engine's membership."""
     joined_at: float = 0.0
-    repairs: int = 0
-    """The number of replaced workers when `ready` was read."""
     ended: str | None = None
     """Why the engine has stopped; None: it has not."""
     exit_watcher: asyncio.Task[None] | None = None

@@ -22,7 +22,6 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
 from swell.coordinator.roster import Member
 from swell.coordinator.transport.runtime import Runtime
-from swell.coordinator.wire import EngineReport
 
 _PAUSE_S = 1.0
 """Delay between a failed drain and the next attempt."""
@@ -460,15 +459,3 @@ class Fleet:
             handle.start_status = await self._placement.status(handle)
         finally:
             self._asked.remove(handle)
-
-    async def refresh(self, reports: list[EngineReport]) -> None:
-        """Read `ready` again for engines that have replaced workers."""
-        for report in reports:
-            handle = self.engines.get(report.rank)
-            if handle is None or handle.repairs == report.repairs:
-                continue
-            try:
-                await self._placement.refresh(handle)
-                handle.repairs = report.repairs
-            except Exception as error:
-                self._log.warning("engine does not answer", rank=report.rank, error=str(error))

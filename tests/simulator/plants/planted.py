@@ -20,6 +20,7 @@ from swell.cluster.client.requests.request_state import RequestState
 from swell.cluster.client.routing.placement_queue import QueuedRequest
 from swell.cluster.client.routing.routable_engines import RoutableEngines
 from swell.cluster.client.routing.router import Router
+from swell.cluster.control import cluster_status
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.engines.drain import Drain
 from swell.cluster.control.engines.engine_handle import EngineHandle
@@ -187,7 +188,8 @@ def _is_never_idle(right: Any, self: Any, report: Any, epoch: int) -> None:
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
 
 
-async def _not_read(right: Any, self: Any, reports: Any) -> None: ...
+def _as_answered(right: Any, handle: Any, report: Any) -> Any:
+    return right(handle, msgspec.structs.replace(report, workers=()))
 
 
 async def _unsaved(right: Any, self: Any) -> None:
@@ -442,7 +444,7 @@ BUGS = {
         QueuedRequest, "fail_after", _nothing, campaigns=True
     ),
     "manager: the status has workers that were replaced": Bug(
-        Fleet, "refresh", _not_read, campaigns=True
+        cluster_status, "_workers", _as_answered, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
     "coordinator: an engine that is kept is detached": Bug(
