@@ -36,6 +36,8 @@ class StoredWatch:
         over, and late ones of earlier managers, which it may have missed."""
         self._claimed_at: dict[int, float] = {}
         """When the manager of each term claimed it."""
+        self._stored_terms: set[int] = set()
+        """The terms whose manager has stored a state."""
         self._kept_at: dict[SimCoordinator, float] = {}
         """When each coordinator received the state that it has."""
         plane.ray.on_put.append(self._on_put)
@@ -48,6 +50,8 @@ class StoredWatch:
         stored = msgspec.msgpack.decode(value, type=ClusterCheckpoint)
         term = stored.desired.term
         self._claimed_at.setdefault(term, self._plane.kernel.now)
+        if not stored.is_claim:
+            self._stored_terms.add(term)
         if term > self._term:
             if self._written is not None:
                 self._left = [self._written]
@@ -66,12 +70,16 @@ class StoredWatch:
         self, coordinator: SimCoordinator, before: ManagerState, after: ManagerState
     ) -> None:
         """Checks that a manager begins with the state that the coordinator had when the manager
-        took over."""
+        took over. The state of a manager in between is newer if it is stored, even if it did not
+        reach this coordinator."""
         kept, first = before.desired, after.desired
         if first.age == kept.age:
             return
         kept_at, claimed_at = self._kept_at.get(coordinator), self._claimed_at.get(first.term, 0.0)
         self._kept_at[coordinator] = self._plane.kernel.now
+        between = range(kept.term + 1, first.term)
+        if not self._stored_terms.isdisjoint(between):
+            return
         if first.term > kept.term and kept_at is not None and kept_at < claimed_at:
             if first.number <= kept.number:
                 self._break(f"the manager of term {first.term} ignores what the coordinator keeps")
