@@ -72,7 +72,7 @@ def draw_late_groups(random: Random, scenario: Scenario, mix: Mix) -> Scenario:
     return replace(
         scenario,
         engines=engines,
-        faults=tuple(faults),
+        faults=_with_returning_hosts(faults),
         operations=_sorted(operations),
         autoscaled=False,
         rooms=random.choice(((1, 2, 3), (2, 2, 2), (1, 1, 2))),
@@ -142,13 +142,22 @@ def draw_needed_versions(random: Random, scenario: Scenario, mix: Mix) -> Scenar
         scenario,
         engines=engines,
         requests=tuple(sorted(requests, key=lambda request: request.at)),
-        faults=tuple(faults),
+        faults=_with_returning_hosts(faults),
         operations=_sorted(operations),
         step_s=random.choice((1.0, 2.0)) * SLOW_STEP_S,
         autoscaled=is_autoscaled,
         rooms=(rooms[0], rooms[1], rooms[2]),
         slow_load_s=random.choice((0.0, 0.0, 2.0)),
         no_engine_timeout_s=PATIENT_S,
+    )
+
+
+def _with_returning_hosts(faults: list[Fault]) -> tuple[Fault, ...]:
+    """Makes each lost host come back: the other hosts may not have room for the target number of
+    engines."""
+    return tuple(
+        replace(fault, kind="lose-host") if fault.kind == "lose-host-for-good" else fault
+        for fault in faults
     )
 
 

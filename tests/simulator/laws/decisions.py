@@ -21,6 +21,7 @@ from tests.simulator.control_plane import (
     ControlPlane,
     SimIngress,
 )
+from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm, Durations
 from tests.simulator.laws.freed import connections_of
 from tests.simulator.laws.leaving import leaves
@@ -55,6 +56,11 @@ class DecisionWatch:
         """Rank -> when its last `_MAX_STARTS` engines were created."""
         self._late: set[str] = set()
         """Names of engines that a manager was about to start when another one had taken over."""
+        self._planner: dict[str, SimManager] = {}
+        """Name of an engine -> the manager that started it."""
+        self.orphans: set[Process] = set()
+        """Engines of an earlier manager that Ray created after another one had taken over: the call
+        was late."""
         plane.on_grow.append(self._on_grow)
         plane.on_roster.append(self._on_roster)
         plane.on_command.append(self._on_command)
@@ -141,6 +147,7 @@ class DecisionWatch:
             self._break(f"{surplus} engines are too many, and none leaves")
 
     def _on_grow(self, manager: SimManager, names: list[str]) -> None:
+        self._planner.update(dict.fromkeys(names, manager))
         newest = self._plane.manager
         is_replaced = newest is not manager and newest.has_started
         if is_replaced and self._plane.ray.is_reachable(manager.process.host):
@@ -149,11 +156,16 @@ class DecisionWatch:
     def _look_at_starts(self) -> None:
         """Checks that failed starts are repeated with a growing delay: the engines of one rank are
         not created in quick succession. A manager starts none after another one has taken over."""
-        now, engines = self._plane.kernel.now, self._plane.engines
+        now, engines, newest = self._plane.kernel.now, self._plane.engines, self._plane.manager
         for engine in engines[self._num_engines :]:
-            name = engine.process.name
-            if name.rpartition(".")[0] in self._late:
+            name, planned = engine.process.name, engine.process.name.rpartition(".")[0]
+            if planned in self._late:
                 self._break(f"{name} is started by a manager that was replaced")
+            fleet = newest.manager._fleet
+            known = {each.name for each in (*fleet.engines.values(), *fleet.starting.values())}
+            is_late = newest.has_started and self._planner.get(planned) is not newest
+            if is_late and planned not in known:
+                self.orphans.add(engine.process)
             created = [*self._created.get(engine.rank, ()), now][-_MAX_STARTS:]
             self._created[engine.rank] = created
             if len(created) == _MAX_STARTS and now - created[0] < _STARTS_S:

@@ -292,14 +292,17 @@ class MembershipWatch:
     def _record_target(self) -> None:
         now, manager = self._kernel.now, self._plane.manager
         if manager.has_started:
-            serving = manager.manager._fleet.engines.values()
-            moving = sum(handle.intent is Intent.MOVE for handle in serving)
+            fleet = manager.manager._fleet
+            moving = sum(handle.intent is Intent.MOVE for handle in fleet.engines.values())
             self._wanted.append((now, manager.manager.target + moving))
+            if any(handle.in_transition for handle in fleet.starting.values()):
+                return
         self._wanted = [each for each in self._wanted if now - each[0] < _WANTED_S]
 
     def _look_at_joined(self, coordinator: SimCoordinator, members: dict[int, Member]) -> None:
         """Checks that no engine joins above the target number. One more may join while versions
-        change, and any number while engines on draining hosts are replaced."""
+        change, and any number while engines on draining hosts are replaced. Engines that are
+        joining when the target falls still join: the next change follows."""
         if self._last is None or self._last[0] is not coordinator or self._plane.ray.draining:
             return
         upgrader = self._plane.manager.manager.upgrader

@@ -428,12 +428,14 @@ class Watch:
     def _on_end(self, process: Process) -> None:
         """Checks that a manager does not kill a healthy engine that is needed. It may kill engines
         above the target number; while an operator has just reduced the number, it chooses them by
-        what it knows."""
+        what it knows. It ends those that Ray creates late for an earlier manager."""
         stopped = [e.stopped_at for e in self._plane.engines if e.process is process]
         for at in (self._kernel.now, *stopped):  # what is stopped is ended by any later manager
             if at is not None and 0.0 <= at - self._plane.operator.shrunk_at < _SHRINK_S:
                 return
         if process in self.leaving or self._is_cancelled(process):
+            return
+        if process in self._decisions.orphans:
             return
         living, is_excused = self._plane.living_engines, self._disturbances.is_excused
         staying = [each for each in living if not is_excused(each)]
