@@ -103,7 +103,7 @@ class ClusterManager:
         """Take over the state that an earlier manager left, and start to reconcile."""
         async with self._lifecycle_lock:
             await self._coordinator.open()
-            found = await self._coordinator.membership()
+            found = await self._claim()
             self._view = found.view
             previous = await self._checkpoints.take_over(found.manager_state.desired)
             is_paused = self._view.reports.state == "paused"
@@ -130,6 +130,18 @@ class ClusterManager:
                 (self._elasticity.follow_nodes_forever, "nodes"),
             ):
                 self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
+
+    async def _claim(self) -> Membership:
+        """Claim leadership. Returns what the coordinator knows then: the earlier manager may have
+        sent its newest state just before."""
+        await self._checkpoints.claim()
+        found = await self._coordinator.membership()
+        known, own = found.manager_state, self._checkpoints.manager_id()
+        if not known.is_led_by(own) and await self._checkpoints.is_leader():
+            # The store has lost the terms of earlier managers.
+            await self._checkpoints.claim(known.desired.term)
+            found = await self._coordinator.membership()
+        return found
 
     async def leave(self) -> None:
         """Stop working without terminating anything: a successor takes over."""

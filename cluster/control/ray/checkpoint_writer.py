@@ -47,13 +47,17 @@ class CheckpointWriter:
         """When the store is tried again. Both times are by the clock of the event loop."""
         self._log = StructuredLogger("cluster.checkpoints")
 
+    async def claim(self, known_term: int = 0) -> None:
+        """Claim the next term, which is greater than each stored one and than `known_term`."""
+        term = await self._store.claim(self.owner, known_term)
+        self._newest = ClusterCheckpoint().with_age(term, 0)
+
     async def take_over(self, kept: DesiredState) -> ClusterCheckpoint:
-        """Take over leadership. Returns the state that the previous manager left; an empty
-        checkpoint if its configuration was a different one. If its checkpoint is missing or older
-        than `kept`, the state that coordinator and engines of this configuration keep, then `kept`
-        counts. If `parallel.data` has changed, it is the new target, because it is the newest
-        request."""
-        term = await self._store.claim(self.owner, kept.term)
+        """Returns the state that the previous manager left; an empty checkpoint if its
+        configuration was a different one. Requires `claim`. If its checkpoint is missing or older
+        than `kept`, the state that coordinator and engines of this configuration had after the
+        claim, then `kept` counts. If `parallel.data` has changed, it is the new target, because
+        it is the newest request."""
         previous = await self._store.read()
         if previous.cluster_id != self._store.cluster_id:
             previous = ClusterCheckpoint()
@@ -61,7 +65,7 @@ class CheckpointWriter:
             age = previous.desired.age
             self._log.warning("checkpoint is missing or older", kept=kept.age, age=age)
             previous = replace(previous, cluster_id=self._store.cluster_id, desired=kept)
-        self._newest = ClusterCheckpoint().with_age(term, previous.desired.number)
+        self._newest = self._newest.with_age(self.manager_id().term, previous.desired.number)
         if previous.desired.data in (0, self._data):
             return previous
         return replace(previous, desired=replace(previous.desired, target=self._data))
@@ -81,7 +85,7 @@ class CheckpointWriter:
         )
 
     def manager_id(self) -> ManagerId:
-        """Returns the id of this manager. Its term is known after it has taken over."""
+        """Returns the id of this manager. Its term is known after `claim`."""
         return ManagerId(self.owner, self._newest.desired.term)
 
     async def is_leader(self) -> bool:

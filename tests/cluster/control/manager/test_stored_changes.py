@@ -1,10 +1,11 @@
-"""The answer to a change says whether the change is stored."""
+"""Changes that are stored, or that could not be stored: the answer to a change says which."""
 
 from __future__ import annotations
 
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 from swell.cluster.app import ManagerDeployment
 from swell.configs.runtime.log import StructuredLogger
@@ -39,5 +40,25 @@ def test_a_change_is_stored_or_its_answer_marks_it_as_not_stored(failure: str) -
         harness.checkpoints.away = harness.checkpoints.hangs = False
         await asyncio.sleep(60)
         assert harness.checkpoints.page[0].desired.target == 2
+
+    run(scenario)
+
+
+def test_a_change_that_reaches_the_coordinator_before_the_next_manager_claims_is_kept() -> None:
+    """The manager before it could not store the change."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        await harness.lose_manager()
+        claim, kept = harness.checkpoints.claim, harness.coordinator.kept
+
+        async def claim_after_the_change(owner: str, known_term: int) -> int:
+            changed = replace(kept.desired, target=2, number=kept.desired.number + 1)
+            harness.coordinator.save_manager_state(replace(kept, desired=changed))
+            return await claim(owner, known_term)
+
+        harness.checkpoints.claim = claim_after_the_change  # type: ignore[method-assign]
+        await harness.start()
+        assert harness.manager.target == 2 and harness.active == [0, 1]
 
     run(scenario)

@@ -70,6 +70,7 @@ async def save(manager: CheckpointWriter, target: int) -> bool:
 
 async def take_over(manager: CheckpointWriter) -> int:
     """Continues with the target that the previous manager has left, and returns it."""
+    await manager.claim()
     target = (await manager.take_over(DesiredState())).desired.target
     await save(manager, target)
     return target

@@ -49,8 +49,13 @@ async def save(manager: CheckpointWriter, target: int) -> bool:
     )
 
 
+async def take_over(manager: CheckpointWriter) -> ClusterCheckpoint:
+    await manager.claim()
+    return await manager.take_over(DesiredState())
+
+
 async def begin(manager: CheckpointWriter, target: int) -> bool:
-    await manager.take_over(DesiredState())
+    await take_over(manager)
     return await save(manager, target)
 
 
@@ -72,10 +77,10 @@ def run() -> Callable[[Scenario], None]:
 def test_the_most_recent_manager_leads(run) -> None:
     async def scenario(ray: SlowRay) -> None:
         first, second = writer(ray), writer(ray)
-        assert (await first.take_over(DesiredState())).desired.target == 0
+        assert (await take_over(first)).desired.target == 0
         assert await first.is_leader()
         assert await save(first, 2) and await save(first, 3)
-        assert (await second.take_over(DesiredState())).desired.target == 3
+        assert (await take_over(second)).desired.target == 3
         assert await save(second, 4)
         assert await second.is_leader() and not await first.is_leader()
         assert not await save(first, 5)
