@@ -374,10 +374,12 @@ class SimEngine:
 
 
 class ObservedManager(ClusterManager):
-    """Reports the target to which it falls back when a requested change fails, a decrease of the
-    target, engines that it is about to start, and that it has lost leadership."""
+    """Reports the target to which it falls back when a requested change fails, the target of a
+    request that it accepts, a decrease of the target, engines that it is about to start, and that
+    it has lost leadership."""
 
     on_failed_change: Done
+    on_begin: Done
     on_shrink: Callable[[], None]
     on_grow: Callable[[list[str]], None]
     on_deposed: Callable[[], None]
@@ -391,6 +393,7 @@ class ObservedManager(ClusterManager):
         await super()._grow(handles, is_requested=is_requested)
 
     def _begin(self, state: ControlState) -> None:
+        self.on_begin(state.change.target)
         if state.change.target < self.target:
             self.on_shrink()
         super()._begin(state)
@@ -424,7 +427,8 @@ class SimManager:
             runtime,
             config_hash(plane.deployed),
         )
-        self.manager.on_failed_change = plane.on_failed_change
+        self.manager.on_failed_change = self._on_failed_change
+        self.manager.on_begin = self._on_begin
         self.manager.on_shrink = plane.operator.on_shrink
         self.manager.on_grow = self._on_grow
         self.manager.on_deposed = self._on_deposed
@@ -455,6 +459,15 @@ class SimManager:
             self.process.kill()
             return
         self.has_started = True
+
+    def _on_begin(self, target: int) -> None:
+        for call in self._plane.on_begin:
+            call(self, target)
+
+    def _on_failed_change(self, target: int) -> None:
+        self._plane.operator.on_failed_change(target)
+        for call in self._plane.on_failed_change:
+            call(self, target)
 
     def _on_grow(self, names: list[str]) -> None:
         for call in self._plane.on_grow:

@@ -303,6 +303,11 @@ class Observers:
         self.on_grow: list[Callable[[SimManager, list[str]], None]] = []
         """Called when a manager is about to start engines, before it checks that it leads: with
         their names."""
+        self.on_begin: list[Callable[[SimManager, int], None]] = []
+        """Called when a manager accepts a request: with the target that follows."""
+        self.on_failed_change: list[Callable[[SimManager, int], None]] = []
+        """Called when an engine has not started and the requested change is failed: with the target
+        that follows."""
         self.on_request: list[Callable[[SimManager, str], None]] = []
         """Called when a manager gets a request of an operator, with its kind."""
         self.on_answer: list[Callable[[SimManager, str, Exception | None], None]] = []
@@ -394,9 +399,6 @@ class ControlPlane(Observers):
             self.contact = self.manager.contact
         elif self.manager.process.alive:
             self.kernel.at(self.kernel.now + _POLL_S, WORLD, self._look_for_contact)
-
-    def on_failed_change(self, target: int) -> None:
-        self.operator.on_failed_change(target)
 
     def _submit(self, request: SimRequest) -> None:
         """Submits a request, or tries again later if the ingress is not running."""

@@ -30,6 +30,7 @@ from tests.simulator.laws.calm import Calm, Durations
 from tests.simulator.laws.decisions import DecisionWatch
 from tests.simulator.laws.disturbances import LOOK_S, Disturbances
 from tests.simulator.laws.freed import FreedWatch
+from tests.simulator.laws.growth import GrowthWatch
 from tests.simulator.laws.knowledge import KnowledgeWatch
 from tests.simulator.laws.leaving import LeavingWatch
 from tests.simulator.laws.membership import MembershipWatch
@@ -106,6 +107,7 @@ class Watch:
         self._leaving = LeavingWatch(plane, self, self._calm, self._break)
         self._pausing = PausingWatch(plane, self, self._calm, self._break)
         self._refusals = RefusalWatch(plane, self._break)
+        self._growth = GrowthWatch(plane, self._break)
         self._stored = StoredWatch(plane, self._break)
         self.freed = FreedWatch(plane, self, self._calm, self._break)
 
@@ -121,6 +123,7 @@ class Watch:
         self._membership.look()
         self._knowledge.look()
         self._decisions.look()
+        self._growth.look()
         self._leaving.look()
         self._pausing.look()
         self.freed.look()
