@@ -375,11 +375,12 @@ class SimEngine:
 
 class ObservedManager(ClusterManager):
     """Reports the target to which it falls back when a requested change fails, the target of a
-    request that it accepts, a decrease of the target, engines that it is about to start, and that
-    it has lost leadership."""
+    request that it accepts, that it is about to make a plan, a decrease of the target, engines that
+    it is about to start, and that it has lost leadership."""
 
     on_failed_change: Done
     on_begin: Done
+    on_reconcile: Callable[[], None]
     on_shrink: Callable[[], None]
     on_grow: Callable[[list[str]], None]
     on_deposed: Callable[[], None]
@@ -398,9 +399,13 @@ class ObservedManager(ClusterManager):
             self.on_shrink()
         super()._begin(state)
 
+    def _reconcile(self) -> float | None:
+        self.on_reconcile()
+        return super()._reconcile()
+
     def _on_failed(self, handle: EngineHandle, error: Exception, *, is_requested: bool) -> None:
         super()._on_failed(handle, error, is_requested=is_requested)
-        if self._state.change.stage is ChangeStage.FAILED:
+        if is_requested and self._state.change.stage is ChangeStage.FAILED:
             self.on_failed_change(self.target)
 
 
@@ -429,6 +434,7 @@ class SimManager:
         )
         self.manager.on_failed_change = self._on_failed_change
         self.manager.on_begin = self._on_begin
+        self.manager.on_reconcile = self._on_reconcile
         self.manager.on_shrink = plane.operator.on_shrink
         self.manager.on_grow = self._on_grow
         self.manager.on_deposed = self._on_deposed
@@ -463,6 +469,10 @@ class SimManager:
     def _on_begin(self, target: int) -> None:
         for call in self._plane.on_begin:
             call(self, target)
+
+    def _on_reconcile(self) -> None:
+        for call in self._plane.on_reconcile:
+            call(self)
 
     def _on_failed_change(self, target: int) -> None:
         self._plane.operator.on_failed_change(target)

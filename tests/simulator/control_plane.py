@@ -305,9 +305,11 @@ class Observers:
         their names."""
         self.on_begin: list[Callable[[SimManager, int], None]] = []
         """Called when a manager accepts a request: with the target that follows."""
+        self.on_reconcile: list[Callable[[SimManager], None]] = []
+        """Called when a manager is about to make a plan."""
         self.on_failed_change: list[Callable[[SimManager, int], None]] = []
-        """Called when an engine has not started and the requested change is failed: with the target
-        that follows."""
+        """Called when a requested engine has not started, and the change has failed: with the
+        target that follows."""
         self.on_request: list[Callable[[SimManager, str], None]] = []
         """Called when a manager gets a request of an operator, with its kind."""
         self.on_answer: list[Callable[[SimManager, str, Exception | None], None]] = []

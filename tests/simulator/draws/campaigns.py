@@ -13,7 +13,11 @@ from random import Random
 from tests.simulator.draws.faults import draw_time
 from tests.simulator.draws.kinds import BUSY_CHANGES, CHANGES, OF_KIND, SELDOM, Mix
 from tests.simulator.draws.moments import draw_moment
-from tests.simulator.draws.pressures import draw_late_groups, draw_needed_versions
+from tests.simulator.draws.pressures import (
+    draw_growths,
+    draw_late_groups,
+    draw_needed_versions,
+)
 from tests.simulator.draws.successions import draw_succession
 from tests.simulator.model import POISON_SEED, VOCAB_SIZE
 from tests.simulator.scenario import (
@@ -38,6 +42,8 @@ _SUCCESSION_SHARE = 0.2
 """The share of campaigns with a long succession of versions or managers."""
 _PRESSURE_SHARE = 0.35
 """The share of campaigns that a pressure replaces in most parts."""
+_GROWTH_SHARE = 0.08
+"""The share of campaigns that repeated changes of the number of engines replace in most parts."""
 _POISON_SHARE = 0.05
 _CROWD, _CROWD_S = 5, 0.2
 """The greatest number of requests of a crowd, and the time within which they arrive."""
@@ -122,6 +128,9 @@ def draw_campaign(
         slow_load_s=random.choice(_MOVE_LOADS_S if moves else _SLOW_LOADS_S),
         no_engine_timeout_s=random.choice((PATIENT_S, PATIENT_S, IMPATIENT_S)),
     )
+    growth = Random(f"growth:{scenario.seed}")
+    if growth.random() < _GROWTH_SHARE:
+        return draw_growths(growth, campaign, mix)
     pressure = Random(f"pressure:{scenario.seed}")
     if pressure.random() >= _PRESSURE_SHARE:
         return campaign

@@ -2,7 +2,7 @@
 
 Engines that share experts try to form groups whose members hang or do not reach each other. Other
 engines lack room for a version that long answers need. Both last for longer than one moment of a
-campaign.
+campaign. Or the number of engines changes while newcomers are lost.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ _LOST_SHARE = 0.35
 """The share of pressures in which a leader is lost meanwhile."""
 _HOST_SHARE = 0.6
 """The share of clusters that cannot grow in which a host is lost."""
+_GROWING_SHARE = 0.6
+"""The share of repeated changes in which no number of engines is smaller than the one before."""
 _LOSSES = (*ENDS, "kill", "kill")
 
 
@@ -149,6 +151,36 @@ def draw_needed_versions(random: Random, scenario: Scenario, mix: Mix) -> Scenar
         rooms=(rooms[0], rooms[1], rooms[2]),
         slow_load_s=random.choice((0.0, 0.0, 2.0)),
         no_engine_timeout_s=PATIENT_S,
+    )
+
+
+def draw_growths(random: Random, scenario: Scenario, mix: Mix) -> Scenario:
+    """Draws changes of the number of engines that follow each other while engines load, and lost
+    newcomers: several requested growths fail, and a manager may fall back from any of them."""
+    faults, operations = [*scenario.faults[: random.randint(0, 1)]], list[Operation]()
+    at, numbers = _BEGIN_S + random.random(), [random.randint(1, 4) for _ in range(4)]
+    if random.random() < _GROWING_SHARE:
+        numbers.sort()
+    for number in numbers[: random.choice((2, 2, 3, 4))]:
+        operations.append(Operation(at, "scale", number))
+        lost = random.choice(mix.among(("kill", "kill", "lose-worker")))
+        hit_at = at + _JOINS_S * random.random()
+        for target in range(random.choice((0, 1, 2, 4))):
+            faults.append(Fault(lost, hit_at, target, draw_time(random), changing=True))
+            hit_at += random.choice((0.0, 0.1, 0.5)) * random.random()
+        at += random.choice((0.3, 1.0, 1.0, 5.0)) * (0.5 + random.random())
+    if random.random() < _LOST_SHARE:
+        loss, after = draw_loss_of_leader(random, mix, random.uniform(_BEGIN_S, at + 2.0))
+        faults.append(loss)
+        operations += after
+    return replace(
+        scenario,
+        engines=random.choice((1, 1, 1, 2)),
+        faults=_with_returning_hosts(faults),
+        operations=_sorted(operations),
+        autoscaled=False,
+        rooms=random.choice(((2, 3, 3), (2, 2, 2), (1, 1, 2))),
+        slow_load_s=random.choice((0.0, 2.0, 2.0, 6.0)),
     )
 
 

@@ -123,7 +123,6 @@ class Watch:
         self._membership.look()
         self._knowledge.look()
         self._decisions.look()
-        self._growth.look()
         self._leaving.look()
         self._pausing.look()
         self.freed.look()
