@@ -188,6 +188,13 @@ def _is_never_idle(right: Any, self: Any, report: Any, epoch: int) -> None:
 async def _not_sent(right: Any, self: Any, ranks: Any) -> None: ...
 
 
+def _falls_back_to_the_newest(right: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+    after = right(state, *args, **kwargs)
+    fallback = min(state.change.target, after.change.target)
+    change = msgspec.structs.replace(after.change, fallback=fallback)
+    return msgspec.structs.replace(after, change=change)
+
+
 def _as_answered(right: Any, handle: Any, report: Any) -> Any:
     return right(handle, msgspec.structs.replace(report, workers=()))
 
@@ -445,6 +452,9 @@ BUGS = {
     ),
     "manager: the status has workers that were replaced": Bug(
         cluster_status, "_workers", _as_answered, campaigns=True
+    ),
+    "manager: a growth that fails returns to a size that was never reached": Bug(
+        control_state, "scale", _falls_back_to_the_newest, campaigns=True
     ),
     "manager: requests are not saved": Bug(ClusterManager, "save", _unsaved, campaigns=True),
     "coordinator: an engine that is kept is detached": Bug(
