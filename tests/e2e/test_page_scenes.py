@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,13 +54,16 @@ class Streams:
 
     def __init__(self, cluster: Cluster) -> None:
         self._url = cluster.url
-        self._stopping = threading.Event()
+        self._stopping, self._lock = threading.Event(), threading.Lock()
         self.failures: list[str] = []
         self.moved: list[str] = []
         """Ids of the answers that had to wait for another engine."""
         self.texts: set[str] = set()
         """The texts of the complete answers: a single one, because none is sampled."""
-        self._threads = [threading.Thread(target=self._run) for _ in range(STREAMS)]
+        self._num_finished = 0
+        self._begun_after = [0] * STREAMS
+        """The number of answers that had finished when the newest answer of each thread began."""
+        self._threads = [threading.Thread(target=self._run, args=[i]) for i in range(STREAMS)]
 
     def __enter__(self) -> Streams:
         for thread in self._threads:
@@ -71,9 +75,17 @@ class Streams:
         for thread in self._threads:
             thread.join()
 
-    def _run(self) -> None:
+    def one_waits(self) -> bool:
+        """Returns whether one answer has made no progress while all others began again and
+        again."""
+        return self._num_finished - min(self._begun_after) >= 4 * STREAMS
+
+    def _run(self, thread: int) -> None:
         while not self._stopping.is_set():
+            self._begun_after[thread] = self._num_finished
             self._answer()
+            with self._lock:
+                self._num_finished += 1
 
     def _answer(self) -> None:
         body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 900, "stream": True}
@@ -173,7 +185,13 @@ def test_the_page_shows_a_killed_engine_and_its_replacement(
     with Streams(cluster) as streams:
         until_both_compute(page)
         (victim,) = (e for e in cluster.get("/admin/cluster").json()["engines"] if e["rank"] == 1)
-        os.kill(victim["pid"], signal.SIGKILL)
+        # The engine is suspended until it holds an answer, so that its death moves one. After the
+        # stall timeout, the cluster itself ends it and moves them.
+        os.kill(victim["pid"], signal.SIGSTOP)
+        while not streams.one_waits() and "moved to another engine" not in page.text(LOG):
+            time.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim["pid"], signal.SIGKILL)
         page.until_text(LOG, "engine 1 was lost")
         page.until_text(LOG, "moved to another engine")
         page.until("return document.querySelectorAll('#log [data-kind=joined]').length >= 2")
