@@ -145,7 +145,10 @@ class KnowledgeWatch:
     def _look_at_views(self, coordinator: SimCoordinator) -> None:
         """Checks that an ingress knows the loads that the coordinator knows."""
         process = self._plane.coordinators[-1][0]
-        known = _loads(coordinator.machine_view.reports.engines)
+        reports = coordinator.machine_view.reports.engines
+        known = _loads(reports)
+        # A load that changes and returns between two looks is another one.
+        steps = tuple(report.steps for report in reports)
         for ingress in self._plane.ingresses:
             if ingress.llm is None or ingress.coordinator_address != coordinator.address:
                 continue
@@ -155,7 +158,7 @@ class KnowledgeWatch:
             )
             differs = differs and self._calm.reach(ingress.process, process)
             differs = differs and not self._calm.were_reset(ingress.process, process)
-            key = "loads", ingress, tuple(known.items())
+            key = "loads", ingress, tuple(known.items()), steps
             if self._is_over(key, _LOAD_S, holds=differs):
                 self._break(f"{ingress.process.name} does not know the loads")
 

@@ -328,8 +328,9 @@ class Run:
         return broken
 
     def _was_stopped(self, request: SimRequest) -> bool:
-        ingress = self.plane.ingresses[request.request.ingress]
-        return ingress.process.stops > 0
+        """Returns whether the ingress that served the request was stopped."""
+        ingresses = [*self.plane.past_ingresses, *self.plane.ingresses]
+        return any(each.process.stops for each in ingresses if request in each.requests)
 
     def _check_poison(self) -> list[str]:
         """Checks that poison requests are given up after `MAX_FAILED_ATTEMPTS` terminated
