@@ -447,8 +447,8 @@ class Fleet:
         return [f"engine {rank}: {status.text}" for (rank, _), status in texts]
 
     def ask_starting(self) -> None:
-        """Ask the starting engines what they are doing. The answers will be in their handles: one
-        that does not answer delays nobody."""
+        """Ask the starting engines what they are doing. Their handles have the answers later, so
+        an engine that does not answer delays no caller."""
         for handle in self.starting.values():
             if handle not in self._asked:
                 self._asked.add(handle)

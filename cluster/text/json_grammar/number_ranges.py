@@ -13,7 +13,7 @@ The expression of a range is the intersection of all numbers of bounded length, 
 its upper bound: `/.../ & /.../ & /.../`.
 
 A complete number that no character may follow must leave the empty expression of at least one of
-these. Otherwise the library fails if a token that is no text follows, such as `</arg_value>`.
+these. Otherwise the library fails if a special token follows, such as `</arg_value>`.
 Therefore the expressions of integers do not contain a point.
 """
 

@@ -197,10 +197,8 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
     shell._thread.join(SOON_S)
 
 
-def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
-    shell: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The process lives until Ray kills it. The next manager must not adopt the engine."""
+def suspend_loading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Suspends each load. Returns two events: a load has begun, and loads may go on."""
     loading, may_load = threading.Event(), threading.Event()
     build = actor.build_executor
 
@@ -210,6 +208,14 @@ def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
         return build(*args, **options)
 
     monkeypatch.setattr(actor, "build_executor", build_later)
+    return loading, may_load
+
+
+def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
+    shell: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process lives until Ray kills it. The next manager must not adopt the engine."""
+    loading, may_load = suspend_loading(monkeypatch)
     errors: list[str] = []
 
     def load() -> None:
@@ -233,15 +239,7 @@ def test_an_engine_follows_the_coordinator_that_the_newest_manager_names(
     shell: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The coordinator and the first manager are lost with their host while the engine loads."""
-    loading, may_load = threading.Event(), threading.Event()
-    build = actor.build_executor
-
-    def build_later(*args: Any, **options: Any) -> Any:
-        loading.set()
-        may_load.wait(SOON_S)
-        return build(*args, **options)
-
-    monkeypatch.setattr(actor, "build_executor", build_later)
+    loading, may_load = suspend_loading(monkeypatch)
     lost = msgspec.structs.replace(shell.contact.address, machine="lost", tcp="tcp://127.0.0.1:9")
     calls = [
         threading.Thread(target=shell.start, args=(None, shell._config, "1-a", contact))

@@ -1,5 +1,5 @@
-"""Laws about resources: nobody keeps resources for a process or a connection that is gone, and no
-engine computes a request that no client waits for."""
+"""Laws about resources: no process keeps resources for a process or a connection that is gone, and
+every request that an engine computes has a waiting client."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class _ToolRules:
             self._size += len(line)
             if self._size > MAX_BYTES:
                 raise ValueError(f"makes the tool's grammar longer than {MAX_BYTES} bytes")
-            # The library fails if only a token that is no text may follow a number.
+            # The library fails if only a special token may follow a number.
             gap = "nl " if self._end.startswith("<[") else ""
             values.append(f"{self._begin(-1)} json_{rule} {gap}{self._end}")
         return values

@@ -47,7 +47,7 @@ def test_arguments_fit_a_random_schema(name: str) -> None:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_number_of_the_greatest_length_ends(name: str) -> None:
-    """In some formats only a token that is no text follows a number."""
+    """In some formats only a special token follows a number."""
     schema = {"type": "object", "properties": {"v": {"multipleOf": 3, "type": "number"}}}
     schema |= {"required": ["v"], "additionalProperties": False}
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}

@@ -57,7 +57,7 @@ def accepts(lark: str, text: str) -> bool:
 
 
 def ends_before_a_marker(lark: str, text: str) -> bool:
-    """Returns whether a token that is no text may follow a text of the grammar, as `</arg_value>`
+    """Returns whether a special token may follow a text of the grammar, as `</arg_value>`
     follows a number in a call of GLM."""
     nested = f"start: form <[{END}]>\nform: %lark {{\n{lark}\n}}"
     matcher = LLMatcher(BYTES, nested, log_level=0)
