@@ -36,6 +36,7 @@ PACKED = ("U8",)
 POWERS = ("U8", "F8_E8M0")
 """Types of scales that are powers of two."""
 FACTORS = (".weight_scale_2", ".weight_global_scale")
+"""NVFP4 has one of them: without it, its scales would mean other numbers."""
 
 
 class Mxfp4(Scheme):
@@ -60,9 +61,11 @@ class Fp4Matrix(GroupedMatrix):
         rows, octets = self.checked(self._packed, PACKED, None, None).shape
         columns = octets * 2
         self.checked(".weight_scale", SCALES, rows, -(-columns // self.group_size))
-        for suffix in FACTORS:
-            if suffix in self.parts:
-                self.checked(suffix, FLOATS, *(1 for _ in self.part(suffix).shape[:1]))
+        factors = [suffix for suffix in FACTORS if suffix in self.parts]
+        if not factors and self.group_size == NVFP4_GROUP:
+            raise self.refuse(f"has neither {' nor '.join(map(repr, FACTORS))}")
+        for suffix in factors:
+            self.checked(suffix, FLOATS, *(1 for _ in self.part(suffix).shape[:1]))
         return rows, columns
 
     @property

@@ -61,6 +61,9 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
             f"{file.path}: the values of a head have {values} dimensions and its keys "
             f"{config['head_dim']}, which is not supported"
         )
+    metadata.refuse_unless("attention.causal", True)
+    rotated = metadata.integer("rope.dimension_count", config["head_dim"])
+    metadata.refuse_unless("rope.dimension_count_swa", rotated)
     return {**config, **ARCHITECTURES[architecture](metadata, config)}
 
 
@@ -194,32 +197,38 @@ def _gemma(metadata: Metadata, config: dict[str, Any], layers_of_largest: int) -
     }
 
 
-def _windows(layers: int, period: int) -> list[str]:
-    """Returns the kinds of attention: the last layer of each period reads the whole sequence."""
+def _windows(metadata: Metadata, layers: int, period: int) -> list[str]:
+    """Returns the kinds of attention: the last layer of each period reads the whole sequence.
+    `period`: the one of the architecture, which a file rarely states."""
+    period = metadata.integer("attention.sliding_window_pattern", period)
     return [
         "sliding_attention" if (layer + 1) % period else "full_attention" for layer in range(layers)
     ]
 
 
 def _gemma2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    rope = _rope(metadata, config)
+    metadata.refuse_unless("rope.freq_base_swa", rope["rope_theta"])
     return {
         "model_type": "gemma2",
         "architectures": ["Gemma2ForCausalLM"],
         **_gemma(metadata, config, layers_of_largest=46),
-        "layer_types": _windows(config["num_hidden_layers"], 2),
+        "layer_types": _windows(metadata, config["num_hidden_layers"], 2),
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
-        "rope_parameters": _rope(metadata, config),
+        "rope_parameters": rope,
     }
 
 
 def _gemma3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     local = metadata.number("rope.freq_base_swa", 10000.0)
+    cap = metadata.file.metadata.get("gemma3.final_logit_softcapping")
     return {
         "model_type": "gemma3_text",
         "architectures": ["Gemma3ForCausalLM"],
         **_gemma(metadata, config, layers_of_largest=62),
-        "layer_types": _windows(config["num_hidden_layers"], 6),
+        "layer_types": _windows(metadata, config["num_hidden_layers"], 6),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping") if cap else None,
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": local},
             "full_attention": _rope(metadata, config),

@@ -48,6 +48,16 @@ class Metadata:
             raise self._wrong(key, value, "a positive number")
         return _shortest(float(value))
 
+    def refuse_unless(self, key: str, neutral: float | bool) -> None:
+        """Raises GgufError if the file states another value than `neutral`: it would change the
+        answers, and is not supported."""
+        value = self._get(key, neutral)
+        if value != neutral:
+            raise GgufError(
+                f"{self.file.path}: {self.architecture}.{key}={shown(value)} is not supported "
+                f"(supported is {neutral}); serve the folder from which the file was made"
+            )
+
     def text(self, key: str, default: str) -> str:
         """Returns a string. Raises GgufError."""
         value = self._get(key, default)

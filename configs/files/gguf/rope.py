@@ -12,6 +12,7 @@ LLAMA_3 = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS = (LLAMA_3, LONG, SHORT)
 """The tensors that are not weights, but factors of the rotary embedding."""
+ATTENTION_FACTOR = "rope.scaling.attn_factor"
 
 _LOW, _HIGH, _OLD_POSITIONS = 1.0, 4.0, 8192
 """The parameters of all published models with LLAMA_3. A file has only the factors that follow from
@@ -27,10 +28,11 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
         return _llama_3(metadata.floats(LLAMA_3), theta, head_dim, metadata)
     if LONG in tensors and SHORT in tensors:
         return _longrope(metadata, theta)
-    kind = metadata.text("rope.scaling.type", "linear" if _has_factor(metadata) else "none")
-    if kind == "none" or not _has_factor(metadata):
+    metadata.refuse_unless(ATTENTION_FACTOR, 1.0)
+    factor = _factor(metadata)
+    kind = metadata.text("rope.scaling.type", "linear" if factor != 1 else "none")
+    if kind == "none" or factor == 1:
         return {"rope_type": "default", "rope_theta": theta}
-    factor = metadata.number("rope.scaling.factor")
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
@@ -49,8 +51,10 @@ def rope_parameters(metadata: Metadata, head_dim: int) -> dict[str, Any]:
     )
 
 
-def _has_factor(metadata: Metadata) -> bool:
-    return metadata.has("rope.scaling.factor") and metadata.number("rope.scaling.factor", 1.0) != 1
+def _factor(metadata: Metadata) -> float:
+    """Returns by how much positions are divided. Files of 2023 have another key for it."""
+    key = "rope.scaling.factor"
+    return metadata.number(key if metadata.has(key) else "rope.scale_linear", 1.0)
 
 
 def _longrope(metadata: Metadata, theta: float) -> dict[str, Any]:
@@ -64,8 +68,8 @@ def _longrope(metadata: Metadata, theta: float) -> dict[str, Any]:
         "original_max_position_embeddings": original,
         "factor": positions / original,
     }
-    if metadata.has("rope.scaling.attn_factor"):
-        found["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+    if metadata.has(ATTENTION_FACTOR):
+        found["attention_factor"] = metadata.number(ATTENTION_FACTOR)
     return found
 
 

@@ -187,18 +187,15 @@ def test_negative_scales_are_computed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(
-    ("name", "suffix"),
-    [
-        ("gptq-asymmetric-ordered", ".g_idx"),
-        ("ct-w4a16-ordered", ".weight_g_idx"),
-        ("ct-w4a16-asymmetric", ".weight_zero_point"),
-        ("ct-int8-asymmetric", ".weight_zero_point"),
-    ],
-)
-def test_a_tensor_that_the_config_declares_is_needed(
-    name: str, suffix: str, keep: bool, tmp_path: Path
-) -> None:
-    """Without it, the other tensors would mean other numbers."""
-    parts = {key: tensor for key, tensor in stored(name).items() if key != suffix}
-    assert refuse(tmp_path, FORMATS[name], parts, keep) == ""
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_tensor_of_a_matrix_is_needed(name: str, keep: bool, tmp_path: Path) -> None:
+    """Without one of them, the others would mean other numbers."""
+    form, parts = FORMATS[name], stored(name)
+    needed = [suffix for suffix in parts if suffix != ".g_idx" or name in INDICES]
+    found = {
+        missing: refuse(
+            tmp_path, form, {key: part for key, part in parts.items() if key != missing}, keep
+        )
+        for missing in needed
+    }
+    assert {missing: what for missing, what in found.items() if what} == {}

@@ -133,3 +133,55 @@ def test_wrong_metadata_are_refused_in_one_line(
 ) -> None:
     architecture = "phi3" if "ARCH.attention.sliding_window" in changes else "llama"
     assert text in refusal(tmp_path, architecture, changes)
+
+
+def changed(folder: Path, architecture: str, changes: dict[str, Any]) -> dict[str, Any]:
+    metadata, tensors = small_model(architecture)
+    own = {f"{architecture}.{key}": value for key, value in changes.items()}
+    file = read_header(write_gguf(folder / "m.gguf", {**metadata, **own}, tensors))
+    return model_config(file, read_vocabulary(file))
+
+
+@pytest.mark.parametrize(("architecture", "default"), [("gemma2", 2), ("gemma3", 6)])
+def test_the_period_of_windows_is_read(architecture: str, default: int, tmp_path: Path) -> None:
+    key = "attention.sliding_window_pattern"
+    kinds = {
+        period: changed(tmp_path, architecture, {key: period})["layer_types"]
+        for period in (1, 2, default)
+    }
+    assert kinds[1] == ["full_attention"] * 2
+    assert kinds[2] == ["sliding_attention", "full_attention"]
+    assert kinds[default] == changed(tmp_path, architecture, {})["layer_types"]
+
+
+@pytest.mark.parametrize(("stated", "expected"), [({}, None), (0.0, None), (20.0, 20.0)])
+def test_the_cap_of_the_logits_of_gemma_3_is_read(
+    stated: Any, expected: float | None, tmp_path: Path
+) -> None:
+    changes = {"final_logit_softcapping": stated} if stated != {} else {}
+    assert changed(tmp_path, "gemma3", changes)["final_logit_softcapping"] == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ARCH.attention.causal": False},
+        {"ARCH.rope.dimension_count_swa": 2},
+        {"ARCH.rope.scaling.attn_factor": 2.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_value_that_would_change_answers_is_refused(
+    architecture: str, changes: dict[str, Any], tmp_path: Path, private_tmp: None
+) -> None:
+    [(key, value)] = changes.items()
+    expected = f"{key.replace('ARCH', architecture)}={value} is not supported"
+    assert expected in refusal(tmp_path, architecture, changes)
+
+
+def test_another_base_of_the_windows_of_gemma_2_is_refused(
+    tmp_path: Path, private_tmp: None
+) -> None:
+    text = refusal(tmp_path, "gemma2", {"ARCH.rope.freq_base_swa": 50.0})
+    assert "gemma2.rope.freq_base_swa=50.0 is not supported" in text

@@ -79,6 +79,8 @@ def test_factors_of_other_parameters_are_refused(tmp_path: Path) -> None:
         ({"rope.scaling.type": "none"}, {"rope_type": "default"}),
         ({"rope.scaling.factor": 1.0}, {"rope_type": "default"}),
         ({"rope.scaling.factor": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        ({"rope.scale_linear": 8.0}, {"rope_type": "linear", "factor": 8.0}),
+        ({"rope.scale_linear": 1.0, "rope.scaling.attn_factor": 1.0}, {"rope_type": "default"}),
         (
             {
                 "rope.scaling.type": "yarn",
