@@ -35,6 +35,8 @@ class LiveEngine(Body, kw_only=True):
     epoch: int
     wave: int
     version: str
+    sleep_level: int
+    """0: the engine is awake; see `/admin/sleep`."""
     workers: list[LiveWorker]
     """The workers by rank; empty before the first report of the engine."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -41,6 +41,7 @@ def happened(before: Observation, after: Observation) -> Found:
     moved = after.moved_requests - before.moved_requests
     if moved > 0:
         yield "moved", f"{moved} request{'s' if moved > 1 else ''} moved to another engine"
+    yield from _sleep(before.reports, after.reports)
     yield from _contacts(before, after)
     if before.cluster is not None and after.cluster is not None:
         yield from _successor(before, after)
@@ -104,6 +105,13 @@ def _contacts(before: Observation, after: Observation) -> Found:
             yield "found", f"the {name} answers again"
 
 
+def _sleep(before: Sequence[EngineReport], after: Sequence[EngineReport]) -> Found:
+    if before and after:
+        slept, sleeps = (any(report.sleep_level for report in one) for one in (before, after))
+        if slept != sleeps:
+            yield "changed", "the engines sleep" if sleeps else "the engines are awake"
+
+
 def _successor(before: Observation, after: Observation) -> Found:
     """Names a coordinator that has replaced another one."""
     assert before.cluster is not None and after.cluster is not None
@@ -124,6 +132,3 @@ def _changes(before: ClusterState, after: ClusterState) -> Found:
         yield "lost", f"a change failed: {after.rescale.error}"
     if before.upgrade.phase != after.upgrade.phase:
         yield "upgraded", f"upgrade to version {after.upgrade.version}: {after.upgrade.phase}"
-    asleep = [max((e.sleep_level for e in one.engines), default=0) for one in (before, after)]
-    if asleep[0] != asleep[1]:
-        yield "changed", "the engines sleep" if asleep[1] else "the engines are awake"

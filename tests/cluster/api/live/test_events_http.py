@@ -184,7 +184,7 @@ def test_observations_use_a_bounded_share_of_a_core(
     async def scene(cluster: FakeCluster) -> None:
         await cluster.join(0)
         monkeypatch.setattr(live_feed.asyncio, "sleep", pause)
-        monkeypatch.setattr(live_feed.time, "perf_counter", iter(range(1000)).__next__)
+        monkeypatch.setattr(live_feed.time, "thread_time", iter(range(1000)).__next__)
         await cluster.client.get("/admin/events")
         await until(lambda: pauses)
         assert 1 / live_feed.MAX_SHARE in pauses
@@ -250,6 +250,31 @@ def test_the_log_names_lost_workers_and_their_replacements() -> None:
     other = observed(Roster(), reports=(EngineReport(3, incarnation=6, workers=(ready,)),))
     first = observed(Roster(), reports=(EngineReport(3, incarnation=5, workers=(ready,)),))
     assert list(happened(first, other)) == [], "another engine has other workers"
+
+
+def test_the_log_names_sleeping_engines_while_the_manager_is_away() -> None:
+    def seen(*levels: int) -> Observation:
+        reports = [EngineReport(rank, sleep_level=level) for rank, level in enumerate(levels)]
+        return observed(Roster(), reports=tuple(reports), manager_answers=False)
+
+    awake, asleep, nobody = seen(0, 0), seen(0, 1), seen()
+    assert list(happened(awake, asleep)) == [("changed", "the engines sleep")]
+    assert list(happened(asleep, awake)) == [("changed", "the engines are awake")]
+    assert not [*happened(asleep, nobody), *happened(nobody, asleep)], "no engine reports"
+
+
+def test_an_event_has_the_sleep_level_of_each_engine(folder: Path) -> None:
+    async def scene(cluster: FakeCluster) -> None:
+        await cluster.join(0)
+        await cluster.join(1)
+        reports = [EngineReport(0), EngineReport(1, sleep_level=2)]
+        cluster.coordinator.publish(engines=reports)
+        await until(lambda: cluster.ingress.services.llm.view.reports.engines)
+        answer = await cluster.client.get("/admin/events")
+        event = json.loads(answer.text.split("data: ")[1])
+        assert [engine["sleep_level"] for engine in event["engines"]] == [0, 2]
+
+    play(folder, scene)
 
 
 def test_the_manager_knows_first_that_the_coordinator_is_away() -> None:

@@ -58,8 +58,8 @@ class EngineRow {
     this.cells = HEADS.map(([, kind]) => el("td", { class: kind }));
     this.cells[0].textContent = String(rank);
     this.state = el("span", { class: "state" });
-    this.starting = el("span", { class: "meta" });
-    this.cells[1].append(this.state, " ", this.starting);
+    this.detail = el("span", { class: "meta" });
+    this.cells[1].append(this.state, " ", this.detail);
     this.workers = el("ul", { class: "workers", "aria-label": `Workers of engine ${rank}` });
     this.cells[12].append(this.workers);
     this.meter = el("meter", { min: 0, max: 1, "aria-label": `KV cache of engine ${rank}` });
@@ -76,7 +76,7 @@ class EngineRow {
     this.state.dataset.state = STATES[engine.state] ?? "bad";
     this.meter.value = engine.kvUsage;
     setText(this.usage, percent(engine.kvUsage));
-    setText(this.starting, engine.starting);
+    setText(this.detail, engine.detail);
     this.#drawWorkers(engine);
     const texts = {
       2: engine.node?.slice(0, SHOWN_NODE) ?? "–",

@@ -47,7 +47,7 @@ export function engineRows({ engines, cluster, manager_error: isOld }) {
       state: stateOf(seen, managed, isOld),
       node: managed?.node ?? null,
       workers: seen?.workers?.length ? seen.workers : (managed?.workers ?? []),
-      starting: (!seen && managed?.starting) || "",
+      detail: detailOf(seen, managed),
       pid: managed?.pid ?? null,
       version: seen?.version || managed?.version || "",
       running: seen?.running ?? 0,
@@ -62,5 +62,12 @@ export function engineRows({ engines, cluster, manager_error: isOld }) {
 
 function stateOf(seen, managed, isOld) {
   if (!seen) return isOld ? "lost" : managed.state;
-  return managed?.sleep_level && !isOld ? "asleep" : seen.state;
+  return seen.sleep_level && seen.state === "active" ? "asleep" : seen.state;
+}
+
+// What the state does not say: what a starting engine does, and how deeply an engine sleeps.
+function detailOf(seen, managed) {
+  if (!seen) return managed.starting ?? "";
+  if (!seen.sleep_level) return "";
+  return `${seen.state === "active" ? "" : "asleep, "}level ${seen.sleep_level}`;
 }

@@ -48,10 +48,21 @@ test("workers are shown as their engine reports them, also while it starts", () 
   const starting = { rank: 1, state: "starting", pid: null, workers: [{ status: "loading", pid: 0, replaced: 0 }], starting: "forming groups" };
   const rows = engineRows(event(1, { engines: [engine(0, { workers })], cluster: { engines: [managed, starting] } }));
   assert.deepEqual(rows.map((row) => row.workers[0].pid), [9, 0]);
-  assert.deepEqual(rows.map((row) => row.starting), ["", "forming groups"]);
+  assert.deepEqual(rows.map((row) => row.detail), ["", "forming groups"]);
   const texts = rows.map((row) => workerText(row.workers[0], 0, row.pid));
   assert.deepEqual(texts, ["0 ready · process 9 · replaced once", "0 loading"]);
   assert.equal(workerText({ status: "ready", pid: 7, replaced: 0 }, 0, 7), "0 ready");
+});
+
+test("a sleeping engine is shown as its engine reports it, also while the manager is away", () => {
+  const asleep = engine(0, { sleep_level: 2 });
+  const managed = { rank: 0, state: "active", pid: 7, workers: [] };
+  for (const manager_error of [null, "gone"]) {
+    const [row] = engineRows(event(1, { engines: [asleep], cluster: { engines: [managed] }, manager_error }));
+    assert.deepEqual([row.state, row.detail], ["asleep", "level 2"]);
+  }
+  const leaving = engineRows(event(1, { engines: [engine(0, { state: "leaving", sleep_level: 1 })] }));
+  assert.deepEqual([leaving[0].state, leaving[0].detail], ["leaving", "asleep, level 1"]);
 });
 
 test("problems are named, and a cluster without any has none", () => {
