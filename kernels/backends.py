@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from types import ModuleType
 
@@ -37,6 +39,10 @@ OPERATIONS = (
     "rope",
     "sample",
 )
+
+
+CompileProgress = Callable[[int, int], None]
+"""Called with (files compiled, all files) while this process or another one compiles a backend."""
 
 
 class BackendUnavailable(ImportError):
@@ -72,10 +78,14 @@ def get(operation: str, device: str) -> ModuleType:
     raise LookupError(f"no backend computes {operation!r} on {device!r}")
 
 
-def prepare(device: str) -> None:
+def prepare(device: str, progress: CompileProgress = lambda done, total: None) -> None:
     """Loads every operation before the first request needs it, and compiles it if needed. Lets
     torch's products of 16-bit types add in float32, which `kernels/linear.py` promises."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    for backend in BACKENDS.get(device, ()):
+        if (build := load(backend, "build")) is not None:
+            with suppress(BackendUnavailable):
+                build.library(progress)
     for operation in OPERATIONS:
         get(operation, device)

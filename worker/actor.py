@@ -12,7 +12,7 @@ from swell.configs.runtime.network import host_address
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
 from swell.coordinator.transport.channel import ChannelAddress, ChannelKeys, Outlet
-from swell.worker.wire import WorkerCommand, WorkerProgress
+from swell.worker.wire import WorkerCommand
 
 
 @ray.remote(num_cpus=0, max_restarts=0)
@@ -48,7 +48,7 @@ class WorkerActor:
             self._rank,
             self._local_workers,
             gpu=gpus[0] if gpus else 0,
-            progress=self._report_progress,
+            progress=self._outlet.send,
             host=host_address(self._config.cluster.interface, ray.util.get_node_ip_address()),
         )
         self._worker.load()
@@ -77,6 +77,3 @@ class WorkerActor:
             heartbeat_thread.stop()
             self._worker.shutdown()
             self._outlet.close()
-
-    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._outlet.send(WorkerProgress(self._rank, done_bytes, total_bytes))

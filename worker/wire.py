@@ -281,6 +281,7 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fal
     rank: int
     done_bytes: int
     total_bytes: int
+    """0: not known yet."""
 
 
 class WorkerHeartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
@@ -354,6 +355,17 @@ class CacheReady(msgspec.Struct, frozen=True, tag=8, array_like=True, gc=False):
     rank: int
 
 
+class CompileProgress(msgspec.Struct, frozen=True, tag=9, array_like=True, gc=False):
+    """How many files of its kernels are compiled, by this worker or by another one on its host."""
+
+    rank: int
+    done_files: int
+    total_files: int
+
+
+LoadMessage = WorkerProgress | CompileProgress
+"""A report of a worker while it loads."""
+
 WorkerMessage = (
     ModelRunnerOutput
     | WorkerFailure
@@ -364,6 +376,7 @@ WorkerMessage = (
     | AdapterLoaded
     | MemoryMeasured
     | CacheReady
+    | CompileProgress
 )
 
 

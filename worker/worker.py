@@ -53,16 +53,16 @@ from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
+    CompileProgress,
     GroupPlan,
     LoadAdapter,
+    LoadMessage,
     Regrouped,
     SchedulerOutput,
     WeightsSource,
     WorkerLimits,
+    WorkerProgress,
 )
-
-LoadProgress = Callable[[int, int], None]
-"""Called with (bytes read, all bytes)."""
 
 
 class Worker:
@@ -70,8 +70,8 @@ class Worker:
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers`: the number of the engine's workers on this machine, which share its cores.
-    `gpu`: the index of this worker's GPU among those that torch sees. `progress` is called while
-    weights are loaded. `host`: the address of this machine at which other workers reach it. Several
+    `gpu`: the index of this worker's GPU among those that torch sees. `progress` is called in
+    `load`. `host`: the address of this machine at which other workers reach it. Several
     workers may be threads of one process: none keeps global state.
     """
 
@@ -81,7 +81,7 @@ class Worker:
         rank: int = 0,
         local_workers: int = 1,
         gpu: int = 0,
-        progress: LoadProgress | None = None,
+        progress: Callable[[LoadMessage], None] = lambda message: None,
         host: str = "127.0.0.1",
     ) -> None:
         initialize_vector_math()
@@ -137,6 +137,8 @@ class Worker:
         experts are loaded in a later `regroup`. Raises `ValueError` for a model or a parallel
         layout that is not supported."""
         self._prepare_thread()
+        backends.prepare(self.device.type, self._on_compiled)
+        self._progress(WorkerProgress(self.rank, 0, 0))
         layout, exact = self.config.parallel, self.config.model.exact
         self.mesh = Mesh.build(layout, self.rank, device=self.device, host=self._host, exact=exact)
         return self._build_model() + self.draft_model.nbytes + self.adapters.nbytes
@@ -241,7 +243,6 @@ class Worker:
     def _bind_caches(self, num_blocks: int) -> list[torch.Tensor]:
         """Allocates the KV cache; returns all tensors that hold a part of a block."""
         assert self.mesh is not None, "load must be called first"
-        backends.prepare(self.device.type)
         cache, layers = self.config.cache, self._built_model.attention_layers()
         dtype = kv_cache.cache_dtype(cache, self._dtype)
         kv_cache.allocate(layers, num_blocks, cache.block_tokens, dtype, self.device)
@@ -451,8 +452,11 @@ class Worker:
 
     def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
         self._count_progress()
-        if self._progress is not None:
-            self._progress(done_bytes, all_bytes)
+        self._progress(WorkerProgress(self.rank, done_bytes, all_bytes))
+
+    def _on_compiled(self, done_files: int, all_files: int) -> None:
+        self._count_progress()
+        self._progress(CompileProgress(self.rank, done_files, all_files))
 
     def _count_layer(self, *_call: Any) -> None:
         self._count_progress()

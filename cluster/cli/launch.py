@@ -27,7 +27,7 @@ from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen, explanation, own_lines_only
 from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.cluster.cli.start.waiting_reason import build_note, waiting_reason
+from swell.cluster.cli.start.waiting_reason import waiting_reason
 from swell.cluster.control.ray.http_port import (
     ON_INTERFACE,
     claim_port,
@@ -135,8 +135,7 @@ def _serve_until(
     address = args.address
 
     def show(reason: str) -> None:
-        note = "" if address is not None else download.share() or build_note()
-        screen.state(reason + note)
+        screen.state(reason + ("" if address is not None else download.share()))
 
     if address is not None:
         from swell.cluster.cli.doctor.doctor_command import check_start

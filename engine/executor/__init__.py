@@ -14,8 +14,10 @@ from swell.coordinator.wire import WorkerReport, WorkerStatus
 from swell.worker.wire import (
     AdapterLoaded,
     AsyncModelRunnerOutput,
+    CompileProgress,
     GroupPlan,
     LoadAdapter,
+    LoadMessage,
     Regrouped,
     SchedulerOutput,
     WorkerLimits,
@@ -84,13 +86,18 @@ Progress = Callable[[str], None]
 """Called with a short text that says what the start is doing: the name of a phase, and details
 after a comma."""
 LOADING_LIBRARIES = "loading libraries"
+LOADING_WEIGHTS = "loading weights"
 PREPARING_STEPS = "allocating the KV cache and capturing steps"
 
 
-def loading(done_bytes: int, total_bytes: int) -> str:
+def loading(message: LoadMessage) -> str:
     """Returns the status text of loading."""
-    share = done_bytes / total_bytes if total_bytes else 1.0
-    return f"loading weights, {share:.0%} of {total_bytes / 1e9:.1f} GB"
+    if isinstance(message, CompileProgress):
+        return f"compiling kernels, {message.done_files} of {message.total_files} files"
+    if not message.total_bytes:
+        return LOADING_WEIGHTS
+    share = message.done_bytes / message.total_bytes
+    return f"{LOADING_WEIGHTS}, {share:.0%} of {message.total_bytes / 1e9:.1f} GB"
 
 
 class Executor(ABC):

@@ -32,6 +32,7 @@ from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
     LoadAdapter,
+    LoadMessage,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
@@ -83,13 +84,12 @@ class InlineExecutor(Executor):
 
         self._group_error = GroupError
 
-        def report_progress(done_bytes: int, total_bytes: int) -> None:
-            progress(loading(done_bytes, total_bytes))
+        def report(message: LoadMessage) -> None:
+            progress(loading(message))
 
-        progress("loading weights")
         try:
             self._worker = Worker(
-                self._config, 0, self._local_workers, self._gpu, report_progress, self._host
+                self._config, 0, self._local_workers, self._gpu, report, self._host
             )
             self._worker.load()
             if self._config.parallel.expert:

@@ -36,8 +36,10 @@ from swell.engine.executor.adapter_loads import QueuedLoads
 from swell.worker.wire import (
     AdapterLoaded,
     AsyncModelRunnerOutput,
+    CompileProgress,
     GroupPlan,
     LoadAdapter,
+    LoadMessage,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
@@ -50,13 +52,6 @@ _FAILURE_GRACE_S = 1.0
 _POLL_S = 0.1
 """How often a wait for groups checks whether they were aborted."""
 
-LoadProgress = Callable[[int, int], None]
-"""Accepts the loaded and the total number of bytes."""
-
-
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    """Ignores progress: only rank 0 reports it, because all shards have similar sizes."""
-
 
 class WorkerThread:
     """Owns one worker. Calls run on its thread in order, and return a Future."""
@@ -66,7 +61,7 @@ class WorkerThread:
         config: Config,
         rank: int,
         local_workers: int,
-        progress: LoadProgress,
+        progress: Callable[[LoadMessage], None],
         host: str = "127.0.0.1",
         gpu: int = 0,
     ) -> None:
@@ -108,7 +103,7 @@ class WorkerThread:
         config: Config,
         rank: int,
         local_workers: int,
-        progress: LoadProgress,
+        progress: Callable[[LoadMessage], None],
         host: str,
         gpu: int,
     ) -> None:
@@ -228,17 +223,18 @@ class InprocExecutor(Executor):
 
         parallel = self._config.parallel
         self._rendezvous_store = dist.HashStore()  # type: ignore[attr-defined]
-        progress("loading weights")
 
-        def report_progress(done_bytes: int, total_bytes: int) -> None:
-            progress(loading(done_bytes, total_bytes))
+        def report(message: LoadMessage) -> None:
+            """Shows the weights of rank 0, because all shards have similar sizes. Any thread may be
+            the one that compiles; the others wait for it."""
+            if message.rank == 0 or isinstance(message, CompileProgress):
+                progress(loading(message))
 
         try:
             for rank in range(parallel.world):
-                load_progress = report_progress if rank == 0 else _no_progress
                 place = (self._host, self._gpus[rank])
                 self._threads.append(
-                    WorkerThread(self._config, rank, self._local_workers, load_progress, *place)
+                    WorkerThread(self._config, rank, self._local_workers, report, *place)
                 )
             self._call_all("load")
             if parallel.expert:

@@ -47,6 +47,7 @@ from swell.worker.wire import (
     GroupPlan,
     InitCache,
     LoadAdapter,
+    LoadMessage,
     MeasureMemory,
     MemoryMeasured,
     ModelRunnerOutput,
@@ -59,7 +60,6 @@ from swell.worker.wire import (
     WorkerHello,
     WorkerLimits,
     WorkerMessage,
-    WorkerProgress,
 )
 
 Answer = TypeVar("Answer", MemoryMeasured, CacheReady)
@@ -281,8 +281,8 @@ class RayExecutor(Executor):
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
             for message in self._receive():
-                if isinstance(message, WorkerProgress) and message.rank == workers[0].rank:
-                    progress(loading(message.done_bytes, message.total_bytes))
+                if isinstance(message, LoadMessage) and message.rank == workers[0].rank:
+                    progress(loading(message))
             failed, _running = ray.wait(loads, num_returns=1, timeout=0)
             ray.get(failed)
             if time.monotonic() > deadline:
@@ -464,7 +464,7 @@ class RayExecutor(Executor):
         for peer, message in self._inbox.receive(wait_s):
             if isinstance(message, WorkerHello):
                 self._workers[message.rank].peer = peer
-            elif not isinstance(message, WorkerProgress) and peer not in self._peers:
+            elif not isinstance(message, LoadMessage) and peer not in self._peers:
                 continue
             elif isinstance(message, ModelRunnerOutput):
                 self._results[message.step] = message

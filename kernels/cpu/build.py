@@ -3,7 +3,7 @@
 The library is stored in `$SWELL_CACHE/kernels/<hash>/` (default `~/.cache/swell/kernels/<hash>/`),
 where the hash covers the sources, the flags, the compiler's version and the processor's features.
 Without a writable home, each process compiles it. If several processes need it, one builds it under
-a temporary name and then renames it.
+a temporary name and then renames it; the others wait, and see in its folder how far it is.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from swell.kernels.backends import BackendUnavailable
+from swell.kernels.backends import BackendUnavailable, CompileProgress
 
 SOURCES = Path(__file__).parent
 FLAGS = (
@@ -49,22 +49,29 @@ _POLL_S = 0.1
 
 _log = logging.getLogger("swell.kernels")
 _lock = threading.Lock()
+_loaded: ctypes.CDLL | Exception | None = None
+"""The library of this process, or why there is none; None: nobody has needed it."""
 
 
-def library() -> ctypes.CDLL:
+def _ignore(_done: int, _total: int) -> None:
+    """Ignores progress."""
+
+
+def library(progress: CompileProgress = _ignore) -> ctypes.CDLL:
     """Returns the loaded library. Raises `BackendUnavailable` after one line in the log."""
+    global _loaded
     with _lock:
-        loaded = _load_once()
-    if isinstance(loaded, Exception):
-        raise BackendUnavailable(str(loaded)) from loaded
-    return loaded
+        if _loaded is None:
+            _loaded = _load(progress)
+    if isinstance(_loaded, Exception):
+        raise BackendUnavailable(str(_loaded)) from _loaded
+    return _loaded
 
 
-@cache
-def _load_once() -> ctypes.CDLL | Exception:
+def _load(progress: CompileProgress) -> ctypes.CDLL | Exception:
     try:
         with _cache() as home:
-            return ctypes.CDLL(str(_built(home)))
+            return ctypes.CDLL(str(_built(home, progress)))
     except Exception as error:
         _log.warning(
             "CPU kernels are not available (%s): torch computes instead, with several times "
@@ -102,7 +109,7 @@ def _kept_cache() -> Path | None:
     return None
 
 
-def _built(home: Path) -> Path:
+def _built(home: Path, progress: CompileProgress = _ignore) -> Path:
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     openmp = _torch_openmp()
@@ -115,19 +122,20 @@ def _built(home: Path) -> Path:
     target = folder / "kernels.so"
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        with _exclusive(folder / "lock"):
+        with _exclusive(folder, progress):
             if not target.exists():
                 with tempfile.TemporaryDirectory(dir=folder) as build:
-                    os.replace(_compile(compiler, openmp, Path(build)), target)
+                    os.replace(_compile(compiler, openmp, Path(build), progress), target)
     return target
 
 
 @contextmanager
-def _exclusive(lock: Path) -> Iterator[None]:
-    """Holds the lock, so that only one process builds. The lock ends with its process; if another
-    process holds it for too long, this one continues without it."""
+def _exclusive(folder: Path, progress: CompileProgress) -> Iterator[None]:
+    """Holds the lock of the folder, so that only one process builds; reports the progress of the
+    process that holds it. The lock ends with its process; if another process holds it for too long,
+    this one continues without it."""
     deadline = time.monotonic() + _OTHER_BUILDER_S
-    with lock.open("w") as file:
+    with (folder / "lock").open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,29 +143,53 @@ def _exclusive(lock: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     break
+                progress(_count_compiled(folder), len(_sources()))
                 time.sleep(_POLL_S)
         yield
 
 
-def _compile(compiler: str, openmp: Path | None, build: Path) -> Path:
-    """Compiles all sources in parallel, then links one shared library."""
-    jobs = []
-    for source in sorted(SOURCES.glob("*.cpp")):
-        command = [compiler, *FLAGS, "-c", str(source), "-o", str(build / f"{source.stem}.o")]
-        jobs.append(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
-    messages = [job.communicate()[1] for job in jobs]
-    for job, message in zip(jobs, messages, strict=True):
-        if job.returncode:
-            raise RuntimeError(f"{compiler} failed: {_first_error(message)}")
+def _count_compiled(folder: Path) -> int:
+    """Returns how many files the newest build in this folder has compiled."""
+    newest = 0.0, 0
+    for build in folder.glob("tmp*"):
+        with suppress(OSError):  # it has just finished
+            newest = max(newest, (build.stat().st_mtime, len(list(build.glob("*.o")))))
+    return newest[1]
+
+
+def _sources() -> list[Path]:
+    """Returns the files to compile, those that take longest first."""
+    return sorted(SOURCES.glob("*.cpp"), key=lambda path: path.stat().st_size, reverse=True)
+
+
+def _compile(compiler: str, openmp: Path | None, build: Path, progress: CompileProgress) -> Path:
+    """Compiles all sources, as many at a time as there are cores, then links one shared library."""
+    sources = _sources()
+    progress(0, len(sources))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        jobs = [pool.submit(_compile_file, compiler, source, build) for source in sources]
+        for done, job in enumerate(as_completed(jobs), 1):
+            job.result()
+            progress(done, len(sources))
     objects = sorted(str(path) for path in build.glob("*.o"))
     # Links torch's own OpenMP: a second runtime in the process would have a second thread pool.
     runtime = [str(openmp)] if openmp else ["-fopenmp"]
     output = build / "kernels.so"
     link = [compiler, "-shared", *objects, *runtime, "-o", str(output)]
-    done = subprocess.run(link, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{compiler} failed to link: {_first_error(done.stderr)}")
+    linked = subprocess.run(link, capture_output=True, text=True)
+    if linked.returncode:
+        raise RuntimeError(f"{compiler} failed to link: {_first_error(linked.stderr)}")
     return output
+
+
+def _compile_file(compiler: str, source: Path, build: Path) -> None:
+    """Compiles one file. The object has its name when it is complete: others count such names."""
+    output = build / f"{source.stem}.part"
+    command = [compiler, *FLAGS, "-c", str(source), "-o", str(output)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{compiler} failed: {_first_error(done.stderr)}")
+    output.rename(output.with_suffix(".o"))
 
 
 def _first_error(text: str) -> str:

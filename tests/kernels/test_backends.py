@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import importlib
 import logging
+import os
 import pkgutil
 import subprocess
 import sys
@@ -140,7 +141,7 @@ def test_a_failed_build_is_named(monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setenv("SWELL_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING, "swell.kernels"):
-        failure = build._load_once.__wrapped__()
+        failure = build._load(lambda _done, _total: None)
     assert isinstance(failure, Exception)
     assert "error" in caplog.text
     assert not list((tmp_path / "cache").rglob("*.so"))
@@ -153,7 +154,7 @@ def other_builder(monkeypatch, tmp_path):
     build = importlib.import_module("swell.kernels.cpu.build")
     built = []
 
-    def compile(_compiler, _openmp, folder):
+    def compile(_compiler, _openmp, folder, _progress):
         built.append(folder)
         (folder / "kernels.so").touch()
         return folder / "kernels.so"
@@ -166,6 +167,47 @@ def other_builder(monkeypatch, tmp_path):
     with (folder / "lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield build, lock, built
+
+
+def test_a_build_reports_each_file(monkeypatch, tmp_path):
+    build = importlib.import_module("swell.kernels.cpu.build")
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.cpp").write_text(f"int {name}() {{ return 1; }}")
+    monkeypatch.setattr(build, "SOURCES", tmp_path)
+    reported = []
+    assert build._built(tmp_path, lambda *counts: reported.append(counts)).exists()
+    assert reported == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    build._built(tmp_path, lambda *counts: reported.append(counts))
+    assert len(reported) == 4, "nothing is compiled again"
+
+
+def test_a_process_that_waits_reports_the_files_of_the_one_that_builds(other_builder, tmp_path):
+    build, lock, _ = other_builder
+    folder = Path(lock.name).parent
+    (folder / "tmp-left").mkdir()  # by a process that was killed
+    os.utime(folder / "tmp-left", (0, 0))
+    (folder / "tmp-now").mkdir()
+    for name in ("attention.o", "norm.o", "rope.part"):
+        (folder / "tmp-now" / name).touch()
+    total = len(list(build.SOURCES.glob("*.cpp")))
+    reported = []
+
+    def report(*counts):
+        reported.append(counts)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+
+    build._built(tmp_path, report)
+    assert reported == [(2, total)]
+
+
+@pytest.mark.parametrize(("device", "compiles"), [("cpu", True), ("cuda", False)])
+def test_preparing_a_device_reports_its_compilation(monkeypatch, device, compiles):
+    build = importlib.import_module("swell.kernels.cpu.build")
+    monkeypatch.setattr(build, "library", lambda progress: progress(1, 2))
+    monkeypatch.setattr(backends, "OPERATIONS", ())
+    reported = []
+    backends.prepare(device, lambda *counts: reported.append(counts))
+    assert reported == [(1, 2)] * compiles
 
 
 def test_concurrent_processes_build_it_once(other_builder, tmp_path):

@@ -1,17 +1,12 @@
 """Reasons why a start waits.
 
-Ray Serve's messages are translated, because the original ones name causes that do not apply here. A
-note tells that `kernels/cpu/build.py` is compiling CPU kernels on this machine: it uses a temporary
-folder next to its result.
+Ray Serve's messages are translated, because the original ones name causes that do not apply here.
 """
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from collections.abc import Iterable
-from pathlib import Path
 
 from swell.cluster.cli.start.startup_error import last_line
 
@@ -24,8 +19,6 @@ _NO_ROOM = re.compile(
 _SLOW = re.compile(r"Deployment '(\w+)'.*to (?:be )?initializ", re.DOTALL)
 _FAILED = "Error:"
 _NAMES = {"Ingress": "ingress", "Manager": "manager", "Store": "store of responses"}
-_LONGEST_BUILD_S = 300.0
-"""Age after which a temporary folder is left over from a killed process."""
 
 
 def waiting_reason(messages: Iterable[str]) -> str:
@@ -43,15 +36,3 @@ def _reason(text: str) -> str | None:
     if _FAILED in text:
         return f"a process did not start and is tried again: {last_line(text)}"
     return None
-
-
-def build_note() -> str:
-    """Returns a note to add to the reason of the wait; empty: no kernels are being compiled."""
-    try:
-        kept = os.environ.get("SWELL_CACHE") or Path.home() / ".cache" / "swell"
-        folders = list(Path(kept).glob("kernels/*/tmp*"))
-        begun = [folder.stat().st_mtime for folder in folders]
-    except (OSError, RuntimeError):  # there is no home, or the build has just finished
-        return ""
-    is_building = any(time.time() - each < _LONGEST_BUILD_S for each in begun)
-    return " (kernels are compiled, once on each machine)" if is_building else ""

@@ -21,7 +21,16 @@ from swell.engine.executor.inproc import InprocExecutor
 from swell.engine.executor.ray import RayExecutor, RayWorker
 from swell.worker.comm.groups import GroupError
 from swell.worker.loop import HeartbeatThread, WorkerLoop
-from swell.worker.wire import GroupPlan, Regrouped, Shutdown, WorkerCommand, WorkerLimits
+from swell.worker.wire import (
+    CompileProgress,
+    GroupPlan,
+    LoadMessage,
+    Regrouped,
+    Shutdown,
+    WorkerCommand,
+    WorkerLimits,
+    WorkerProgress,
+)
 
 LONG_S = 30.0
 PHASES = ["load", "regroup", "measure", "init_cache"]
@@ -35,6 +44,8 @@ class Record:
         self.sizes: list[tuple[int, int, tuple[int, int]]] = []
         self.during: dict[tuple[str, int], Callable[[], object]] = {}
         """(phase, rank) -> called in this phase."""
+        self.loads: dict[int, list[LoadMessage]] = {}
+        """The reports of a worker while it loads, by rank."""
         self.ended: list[int] = []
         """Ranks that have left their groups, or were killed."""
 
@@ -49,8 +60,16 @@ class RecordingWorker:
     progress_counter = 0
     device = SimpleNamespace(type="cpu")
 
-    def __init__(self, _config: Config, rank: int, *_args: Any) -> None:
-        self.rank = rank
+    def __init__(
+        self,
+        _config: Config,
+        rank: int,
+        _local_workers: int,
+        _gpu: int,
+        progress: Callable[[LoadMessage], None],
+        _host: str,
+    ) -> None:
+        self.rank, self._progress = rank, progress
 
     def _call(self, phase: str) -> None:
         time.sleep(0.02 * self.rank)  # the others would overtake this one
@@ -59,6 +78,8 @@ class RecordingWorker:
 
     def load(self) -> int:
         self._call("load")
+        for message in self.record.loads.get(self.rank, ()):
+            self._progress(message)
         return 0
 
     def open_store(self) -> tuple[str, int]:
@@ -90,11 +111,13 @@ class ThreadActor:
     """A worker actor whose process is a thread, with both of its channels."""
 
     def __init__(self, executor: RayExecutor, rank: int) -> None:
-        self.rank, self._worker = rank, RecordingWorker(executor._config, rank)
         keys, addresses = executor._keys, (executor._inbox.address, executor._heartbeats.address)
         self._outlets: list[Outlet[WorkerCommand]] = [
             Outlet(address, WorkerCommand, keys) for address in addresses
         ]
+        report = self._outlets[0].send
+        self.rank = rank
+        self._worker = RecordingWorker(executor._config, rank, 1, 0, report, "127.0.0.1")
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=getattr(self, f"_remote_{name}"))
@@ -178,6 +201,36 @@ def started(kind: str, parallel: dict[str, object]) -> Iterator[Executor]:
         made = {"inline": InlineExecutor, "inproc": InprocExecutor}[kind](config)
     yield made
     made.shutdown()
+
+
+def test_a_start_shows_the_kernels_and_the_weights(
+    executor: Executor, record: Record, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 shows what it loads. Workers that are threads wait for the one that compiles."""
+    record.loads[0] = [CompileProgress(0, 1, 4), WorkerProgress(0, 0, 0)]
+    record.loads[0] += [WorkerProgress(0, 5, 10), WorkerProgress(0, 10, 10)]
+    record.loads[1] = [WorkerProgress(1, 3, 10)]
+    texts: list[str] = []
+    expected = ["compiling kernels, 1 of 4 files", "loading weights"]
+    expected += ["loading weights, 50% of 0.0 GB", "loading weights, 100% of 0.0 GB"]
+    if isinstance(executor, RayExecutor):
+
+        def wait_for_messages(refs: list[Any], **limits: Any) -> tuple[list[Any], list[Any]]:
+            return wait(refs, **limits) if expected[-1] in texts else ([], refs)
+
+        monkeypatch.setattr(ray_executor.ray, "wait", wait_for_messages)
+    executor.start(texts.append)
+    first = texts.index(expected[0])
+    assert texts[first : first + 4] == expected
+    assert not [text for text in texts if "30%" in text]
+
+
+def test_the_thread_that_compiles_shows_it(record: Record) -> None:
+    record.loads[1] = [CompileProgress(1, 3, 4)]
+    texts: list[str] = []
+    for executor in started("inproc", {}):
+        executor.start(texts.append)
+    assert "compiling kernels, 3 of 4 files" in texts
 
 
 def test_every_worker_ends_a_phase_before_the_next_one_begins(
