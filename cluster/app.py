@@ -49,7 +49,6 @@ from swell.cluster.control.upgrade_check import (
     with_other_weights,
 )
 from swell.cluster.port_claim import PortClaims
-from swell.cluster.replica_options import replica_options
 from swell.cluster.replica_peers import ReplicaPeers
 from swell.cluster.serve_status import (
     application_owner,
@@ -65,7 +64,7 @@ from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, ingress_ports
 from swell.configs.runtime.process import allow_many_files, freeze_gc
-from swell.configs.schema import Config, ConfigError, load, parse_override
+from swell.configs.schema import ClusterConfig, Config, ConfigError, load, parse_override
 from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
 from swell.coordinator.coordinator import find
@@ -74,6 +73,37 @@ from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.ports import free_port, next_free_port
 from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.engine.serving.start_timeline import StartPhase
+
+_HEALTH_CHECKS = 3
+"""Failed checks in a row after which Serve replaces a replica."""
+_SHORTEST_PERIOD_S, _LONGEST_PERIOD_S = 3.0, 10.0
+"""Bounds of the time between two checks."""
+_UNHEARD_S = 90.0
+"""How long Serve's controller waits without hearing from a replica before it kills it. TCP
+retransmits within twice the duration of an outage, so an outage of 40 s kills none."""
+_OUTLASTS = "RAY_grpc_keepalive_timeout_ms"
+_OUTLASTS_MS = "120000"
+"""How long a replica keeps a connection whose peer does not answer. With Ray's default of 20 s it
+would close during an outage, and Serve would take the following reset for the death of the
+replica."""
+
+
+def replica_options(cluster: ClusterConfig, shutdown_s: float) -> dict[str, Any]:
+    """Returns the options with which Ray Serve supervises the replicas of a deployment, which may
+    take `shutdown_s` to stop. The watchdog of a replica kills it if it hangs (`watchdog.py`). Serve
+    detects dead replicas, and gives up a replica after a long silence: its host may be cut off from
+    the controller while clients still reach it."""
+    check_s = max(_SHORTEST_PERIOD_S, cluster.stall_timeout_s / (2 * _HEALTH_CHECKS))
+    of_actor: dict[str, Any] = {"num_cpus": 0}
+    if _OUTLASTS not in os.environ:  # else replicas inherit it from Ray's processes
+        of_actor["runtime_env"] = {"env_vars": {_OUTLASTS: _OUTLASTS_MS}}
+    return {
+        "ray_actor_options": of_actor,
+        "graceful_shutdown_timeout_s": shutdown_s,
+        "health_check_timeout_s": _UNHEARD_S / _HEALTH_CHECKS,
+        "health_check_period_s": min(check_s, _LONGEST_PERIOD_S),
+    }
+
 
 _SERVE_PROXY_PORT = 8000
 """The port on which `serve run` starts Serve's proxy."""

@@ -38,7 +38,6 @@ MAY_IMPORT: dict[str, list[str]] = {
         "cluster.client.*",
         "cluster.text.*",
         "cluster.port_claim",
-        "cluster.replica_options",
         "cluster.replica_peers",
         "cluster.serve_status",
         "cluster.watchdog",

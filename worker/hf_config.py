@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import ModelConfig
 from swell.worker.model_folder import check_path

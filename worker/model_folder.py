@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.runtime.log import first_line
 
 WEIGHT_FILES = ("*.json", "*.safetensors")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -13,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from swell.cluster.api.admin.adapter_routes import AdapterRoutes
-from swell.cluster.api.admin.peers import PeerStories
 from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
@@ -46,7 +45,7 @@ from swell.cluster.api.routing import (
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import RequestThrottle
 from swell.cluster.api.server_info import NotReady, ServerRoutes
-from swell.cluster.api.services import Services
+from swell.cluster.api.services import PeerStories, Services
 from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.api.web.page_routes import PageRoutes
@@ -56,6 +55,9 @@ from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.configs.schema import Config
+
+Answered = TypeVar("Answered", ChatCompletionRequest, CompletionRequest, MessagesRequest)
+"""The body of a request that engines answer."""
 
 
 async def build_ingress(
@@ -145,12 +147,12 @@ class Ingress:
         await self._sessions.close()
         await self.services.close()
 
-    async def _completions(self, request: Request) -> Any:
+    async def _completions(self, request: Request) -> Response:
         return await self._answer(request, CompletionRequest, self._begin_completions)
 
     async def _begin_completions(
         self, body: CompletionRequest, context: RequestContext, identity: AnswerIdentity
-    ) -> Any:
+    ) -> Response:
         if body.session is not None:
             return await self._sessions.answer(body, context, identity)
         convert = completion_convert.to_generation_request
@@ -159,12 +161,12 @@ class Ingress:
         writer = CompletionResponseWriter(id, model, body, identity.created)
         return await self.services.serving.answer(context, params, writer, identity)
 
-    async def _chat(self, request: Request) -> Any:
+    async def _chat(self, request: Request) -> Response:
         return await self._answer(request, ChatCompletionRequest, self._begin_chat)
 
     async def _begin_chat(
         self, body: ChatCompletionRequest, context: RequestContext, identity: AnswerIdentity
-    ) -> Any:
+    ) -> Response:
         convert = chat_convert.to_generation_request
         params = await self._process(context, convert, body, identity)
         id, model = f"chatcmpl-{identity.id}", self.services.model_name(body.model)
@@ -175,12 +177,12 @@ class Ingress:
         )
         return await self.services.serving.answer(context, params, writer, identity)
 
-    async def _messages(self, request: Request) -> Any:
+    async def _messages(self, request: Request) -> Response:
         return await self._answer(request, MessagesRequest, self._begin_message)
 
     async def _begin_message(
         self, body: MessagesRequest, context: RequestContext, identity: AnswerIdentity
-    ) -> Any:
+    ) -> Response:
         convert = messages_convert.to_generation_request
         params = await self._process(context, convert, body, identity)
         model = self.services.model_name(body.model)
@@ -191,8 +193,8 @@ class Ingress:
         self,
         request: Request,
         kind: type[Body],
-        begin: Callable[[Body, RequestContext, AnswerIdentity], Awaitable[Any]],
-    ) -> Any:
+        begin: Callable[[Body, RequestContext, AnswerIdentity], Awaitable[Response]],
+    ) -> Response:
         services = self.services
         body = await services.read_for_answer(request, kind)
         return await services.resumable.answer(request, body, partial(begin, body))
@@ -200,8 +202,8 @@ class Ingress:
     async def _process(
         self,
         context: RequestContext,
-        convert: Callable[[Any, Mapping[str, Any]], GenerationRequest],
-        body: Any,
+        convert: Callable[[Answered, Mapping[str, Any]], GenerationRequest],
+        body: Answered,
         identity: AnswerIdentity,
     ) -> ProcessedRequest:
         work = partial(convert, body, self.services.sampling_defaults)

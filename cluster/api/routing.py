@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -35,7 +34,7 @@ from swell.cluster.api.responses.events import ErrorEvent
 from swell.cluster.text.params.field_path import rename_roots
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 
-Handler = Callable[[Request], Awaitable[Any]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 WARNING = "x-swell-warning"
 """The header that lists ignored fields of a request (`serve.unknown_fields: ignore`) and ignored
@@ -44,7 +43,7 @@ ANTHROPIC_REQUEST_ID = "request-id"
 
 
 def json_response(
-    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    body: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     content = body if isinstance(body, bytes) else msgspec.json.encode(body)
     return Response(content, status, headers=headers, media_type="application/json")
@@ -109,7 +108,7 @@ def _check_request_id(request: Request) -> None:
 def with_error_handling(handler: Handler) -> Handler:
     """Converts any exception of a handler into a response; every response has the request's id."""
 
-    async def run(request: Request) -> Any:
+    async def run(request: Request) -> Response:
         try:
             _check_request_id(request)
             response = await handler(request)
@@ -149,13 +148,13 @@ def route(path: str, handler: Handler, *methods: str) -> Route:
     return Route(path, with_error_handling(handler), methods=list(methods))
 
 
-async def no_such_route(request: Request, error: Exception) -> Any:
+async def no_such_route(request: Request, error: Exception) -> Response:
     """Answers a path or a method that does not exist."""
     return await _refuse(request)
 
 
 @with_error_handling
-async def _refuse(request: Request) -> Any:
+async def _refuse(request: Request) -> Response:
     """Raises HTTPError 404 or 405. HTTP requires that 405 lists all methods of a path, but
     Starlette only knows those of the first matching route."""
     path = f"{request.method} {request.url.path}"

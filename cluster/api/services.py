@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 
-from swell.cluster.api.admin.peers import NoPeers, PeerStories
+from swell.cluster.api.admin.protocol import RequestStory
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.request_recorder import RequestRecorder
@@ -37,6 +37,22 @@ from swell.configs.lora import Adapter
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.wire import ClusterView
+
+
+class PeerStories(Protocol):
+    """Searches all other ingresses for a request."""
+
+    async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
+        """Returns the stories that the ingresses other than number `asking` have under an id, and
+        whether all of them answered. It returns within seconds and raises nothing."""
+
+
+class NoPeers:
+    """The case of a single ingress."""
+
+    async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
+        return [], True
+
 
 Body = TypeVar("Body", bound=RequestBody)
 

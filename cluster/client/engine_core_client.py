@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -12,7 +12,6 @@ from swell.cluster.client.engine_connection import EngineConnection, EngineId, E
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import exit_on_error_async
 from swell.coordinator.roster import Roster
-from swell.coordinator.transport.call_table import CallTable
 from swell.coordinator.transport.channel import (
     AsyncOutlet,
     ChannelAddress,
@@ -31,6 +30,46 @@ from swell.coordinator.wire import (
     Subscribe,
 )
 from swell.engine.wire import UtilityCall, UtilityOutput
+
+M = TypeVar("M")
+
+
+class CallTable(Generic[M]):
+    """Calls that wait for an answer: matched by id, not by order, and each with a deadline."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._next_id = 0
+        self._waiting: dict[int, tuple[float, asyncio.Future[M]]] = {}
+
+    def open(self, future: asyncio.Future[M], timeout_s: float) -> int:
+        """Registers a future and returns the id to send with the call."""
+        self._next_id += 1
+        self._waiting[self._next_id] = (self._clock() + timeout_s, future)
+        return self._next_id
+
+    def answer(self, call_id: int, result: M) -> None:
+        """Resolves a call. Late answers, and answers to cancelled callers, are dropped."""
+        future = self._close(call_id)
+        if future is not None:
+            future.set_result(result)
+
+    def fail(self, call_id: int, error: Exception) -> None:
+        future = self._close(call_id)
+        if future is not None:
+            future.set_exception(error)
+
+    def _close(self, call_id: int) -> asyncio.Future[M] | None:
+        """Removes a call. Returns its future; None: no caller waits for it any more."""
+        _deadline, future = self._waiting.pop(call_id, (0.0, None))
+        return None if future is None or future.done() else future
+
+    def expire(self, now: float | None = None) -> None:
+        """Fails every call whose deadline has passed."""
+        now = self._clock() if now is None else now
+        for call_id in [i for i, (deadline, _f) in self._waiting.items() if deadline <= now]:
+            self.fail(call_id, ChannelTimeout(f"call {call_id} was not answered in time"))
+
 
 _MAX_FAILED_VIEWS = 3
 """The ingress exits if more than this many views in a row could not be applied."""

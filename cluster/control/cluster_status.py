@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from swell.cluster.control.engines.engine_handle import EngineHandle
+from swell.cluster.control.plan.autoscaler import Autoscaler
 from swell.cluster.control.plan.backoff import MissingEngine
 from swell.cluster.text.json_types import JsonObject
+from swell.configs.schema import Config
 from swell.coordinator.roster import MemberState
 from swell.coordinator.wire import ClusterView, EngineReport
 from swell.engine.serving.start_timeline import StartPhase
@@ -32,51 +34,60 @@ class Leftovers:
     """Seconds until the next attempt; 0: an attempt is running."""
 
 
+@dataclass(frozen=True)
+class ManagerStatus:
+    """The state and the plans of the manager."""
+
+    target: int
+    """Target number of engines."""
+    phase: str
+    """Phase of the change of engines."""
+    error: str | None
+    missing_engine: MissingEngine | None
+    """Why engines are missing."""
+    leftovers: Leftovers | None
+    upgrade: JsonObject
+    scaling: JsonObject
+    """The results of `autoscaling`, `pending` and `draining_nodes`."""
+
+
 def describe(
     view: ClusterView,
     handles: Mapping[int, EngineHandle],
-    *,
-    coordinator: Mapping[str, Any],
-    target: int,
-    phase: str,
-    error: str | None,
-    missing_engine: MissingEngine | None,
-    leftovers: Leftovers | None,
-    upgrade: Mapping[str, Any],
-    **scaling: Any,
-) -> dict[str, Any]:
-    """Returns the body. `handles`: serving and starting engines by rank. `scaling`: the parts that
-    `scaling_status.py` makes."""
+    coordinator: JsonObject,
+    manager: ManagerStatus,
+) -> JsonObject:
+    """Returns the body. `handles`: serving and starting engines by rank."""
     reports = {report.rank: report for report in view.reports.engines}
     states = {member.rank: member.state for member in view.roster.members}
+    missing_engine, leftovers = manager.missing_engine, manager.leftovers
+    degraded = missing_engine is not None and missing_engine.exhausted
     return {
         "epoch": view.roster.epoch,
         "wave": view.reports.wave,
-        "state": _state(
-            view, target, phase, degraded=missing_engine is not None and missing_engine.exhausted
-        ),
-        "target": target,
+        "state": _state(view, manager.target, manager.phase, degraded=degraded),
+        "target": manager.target,
         "engines": [
             _engine(handle, str(states.get(rank, "starting")), reports.get(rank))
             for rank, handle in sorted(handles.items())
         ],
-        "coordinator": dict(coordinator),
+        "coordinator": coordinator,
         "rescale": {
-            "phase": phase,
-            "error": error,
+            "phase": manager.phase,
+            "error": manager.error,
             "failures": missing_engine.times if missing_engine else 0,
             "next_try_s": round(missing_engine.next_try_s, 1) if missing_engine else None,
         },
-        "upgrade": dict(upgrade),
+        "upgrade": manager.upgrade,
         "leftovers": None
         if leftovers is None
         else {
-            "names": leftovers.names,
+            "names": [*leftovers.names],
             "reason": leftovers.reason,
             "failures": leftovers.failures,
             "next_try_s": round(leftovers.next_try_s, 1),
         },
-        **scaling,
+        **manager.scaling,
     }
 
 
@@ -165,3 +176,62 @@ def _state(view: ClusterView, target: int, phase: str, *, degraded: bool) -> str
     settled = phase == "failed" or (phase == "idle" and len(states) == target)
     whole = view.reports.state == "serving" and all(state is MemberState.ACTIVE for state in states)
     return "serving" if settled and whole else "changing"
+
+
+def autoscaling(policy: Autoscaler, config: Config, now: float) -> JsonObject | None:
+    """Returns the status of the autoscaler; None: it is off. Ages are in seconds."""
+    if not config.autoscaling.enabled:
+        return None
+    load, found, last = policy.load, policy.recommendation, policy.decision
+    return {
+        "min_engines": config.cluster.min_engines,
+        "max_engines": config.cluster.max_engines,
+        "queue_s": None if load is None else round(load.queue_s, 3),
+        "kv_usage": None if load is None else round(load.kv_usage, 4),
+        "ttft_s": None if load is None or load.ttft_s is None else round(load.ttft_s, 4),
+        "recommended": None if found is None else found.engines,
+        "reason": "the load is not known yet" if found is None else found.reason,
+        "shrink_after_s": policy.shrink_after_s,
+        "last_decision": None
+        if last is None
+        else {
+            "before": last.before,
+            "engines": last.engines,
+            "reason": last.reason,
+            "age_s": round(now - last.at, 1),
+        },
+    }
+
+
+def pending(
+    starting: Mapping[int, EngineHandle], bundle: Mapping[str, float], count: int
+) -> JsonObject | None:
+    """Returns the engines that wait for room; None: there are none. `bundle`, `count`: what each
+    engine reserves."""
+    reasons = {
+        rank: handle.waits_for_room
+        for rank, handle in sorted(starting.items())
+        if handle.waits_for_room is not None and not handle.leaving
+    }
+    if not reasons:
+        return None
+    return {
+        "ranks": list(reasons),
+        "reason": next(iter(reasons.values())),
+        "bundles": [dict(bundle) for _ in range(count)],
+    }
+
+
+def draining_nodes(
+    engines: Mapping[int, EngineHandle], draining: Mapping[str, float]
+) -> list[JsonObject]:
+    """Returns the nodes that Ray takes away, and the engines that are still on them."""
+    nodes = {rank: handle.ready.node for rank, handle in sorted(engines.items()) if handle.ready}
+    return [
+        {
+            "node": node,
+            "left_s": None if math.isinf(left_s) else round(left_s, 1),
+            "engines": [rank for rank, where in nodes.items() if where == node],
+        }
+        for node, left_s in sorted(draining.items())
+    ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from swell.cluster.control import scaling_status
+from swell.cluster.control import cluster_status
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.plan import control_state, room
@@ -15,6 +14,7 @@ from swell.cluster.control.plan.autoscaler import Autoscaler
 from swell.cluster.control.plan.control_state import ControlState, Leadership
 from swell.cluster.control.plan.load_signals import LoadSeries
 from swell.cluster.control.plan.node_drains import Moves, plan_moves
+from swell.cluster.text.json_types import JsonObject
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.manager_state import ScalingCounts, UpgradeStatus
@@ -99,12 +99,12 @@ class Elasticity:
         target, draining = self._wanted()[0], len(nodes)
         return ScalingCounts(target, pending, policy.grows, policy.shrinks, draining, upgrade)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JsonObject:
         """Returns parts of the body of `GET /admin/cluster`."""
         bundle, count = room.bundles(self._wanted()[1])
         now = asyncio.get_running_loop().time()
         return {
-            "autoscaling": scaling_status.autoscaling(self._autoscaler, self._config, now),
-            "pending": scaling_status.pending(self._fleet.starting, bundle, count),
-            "draining_nodes": scaling_status.draining_nodes(self._fleet.engines, self._draining),
+            "autoscaling": cluster_status.autoscaling(self._autoscaler, self._config, now),
+            "pending": cluster_status.pending(self._fleet.starting, bundle, count),
+            "draining_nodes": [*cluster_status.draining_nodes(self._fleet.engines, self._draining)],
         }

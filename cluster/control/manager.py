@@ -19,9 +19,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from functools import partial
-from typing import Any
 
-from swell.cluster.control.cluster_status import describe
+from swell.cluster.control.cluster_status import ManagerStatus, describe
 from swell.cluster.control.elasticity import Elasticity
 from swell.cluster.control.engines.engine_handle import EngineHandle, StartFailed
 from swell.cluster.control.engines.fleet import Fleet
@@ -42,6 +41,7 @@ from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
 from swell.cluster.control.upgrader import Upgrader
 from swell.cluster.text.adapters import LoadedAdapters
+from swell.cluster.text.json_types import JsonObject
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import exit_on_error_async
 from swell.configs.schema import Config
@@ -275,19 +275,19 @@ class ClusterManager:
         )
         return "; ".join(filter(None, (reason, self._checkpoints.error))) or None
 
-    async def describe(self) -> dict[str, Any]:
+    async def describe(self) -> JsonObject:
         """Returns the body of `GET /admin/cluster`."""
         silence = None
         self._fleet.ask_starting()
-        plans = {  # read before the roster: a change that completes in between is in the roster
-            "target": self.target,
-            "phase": self.phase,
-            "error": self.error,
-            "missing_engine": self.missing_engine,
-            "leftovers": self._placement.orphans.leftovers(),
-            "upgrade": self.upgrader.describe(self.missing_engine),
-            **self._elasticity.describe(),
-        }
+        status = ManagerStatus(  # read before the roster, which has what completes in between
+            target=self.target,
+            phase=self.phase,
+            error=self.error,
+            missing_engine=self.missing_engine,
+            leftovers=self._placement.orphans.leftovers(),
+            upgrade=self.upgrader.describe(self.missing_engine),
+            scaling=self._elasticity.describe(),
+        )
         try:
             view = self._coordinator.view_and_contact()
             self._view = await asyncio.wait_for(view, _ANSWER_TIMEOUT_S)
@@ -295,8 +295,8 @@ class ClusterManager:
             silence = f"it does not answer ({type(error).__name__}); the call is retried"
             self._log.warning("the coordinator does not answer", error=type(error).__name__)
         handles = {**self._fleet.starting, **self._fleet.engines}
-        coordinator = {"pid": self._coordinator.pid, "error": silence}
-        return describe(self._view, handles, coordinator=coordinator, **plans)
+        coordinator: JsonObject = {"pid": self._coordinator.pid, "error": silence}
+        return describe(self._view, handles, coordinator, status)
 
     async def not_ready_reason(self) -> tuple[str, bool]:
         """Returns one line for waiting people, and whether the first start has failed for good. It

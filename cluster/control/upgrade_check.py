@@ -15,7 +15,7 @@ from swell.cluster.control.plan.versions import Version
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompt.tokenizer_files import text_digest, text_files
 from swell.configs.config_hash import cluster_id, config_hash, versioned_keys
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
 from swell.configs.schema import Config, ConfigError, ModelConfig, load
 from swell.configs.schema import check as check_config

@@ -18,6 +18,7 @@ from swell.cluster.control.plan.fleet_view import FleetView
 from swell.cluster.control.plan.upgrade import Failure, UpgradeRefused
 from swell.cluster.control.plan.upgrade_plan import UpgradePlan
 from swell.cluster.control.plan.versions import UpgradeRecord, UpgradeStage, Version
+from swell.cluster.text.json_types import JsonObject
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import Config
 from swell.coordinator.manager_state import UpgradeStatus
@@ -223,7 +224,7 @@ class Upgrader:
         counts = self.record.counts
         return UpgradeStatus(self.record.phase, counts.done, counts.failed, counts.cancelled)
 
-    def describe(self, missing: MissingEngine | None) -> dict[str, Any]:
+    def describe(self, missing: MissingEngine | None) -> JsonObject:
         """Returns the status for `/admin/cluster`. `missing`: why engines are missing."""
         record, now = self.record, asyncio.get_running_loop().time()
         found = upgrade.failing_version(self._state, self._needed, missing, now)

@@ -71,3 +71,14 @@ def refusal(name: str) -> str:
             lacks = path.relative_to(parent).parts[0]
             return f"is not a folder: {str(parent)!r} has no {lacks!r}; {remedy}"
     return f"is not a folder; {remedy}"
+
+
+def local_folder(path: str) -> Path | None:
+    """Returns the folder with the small files of a local model: the model folder itself, or the one
+    into which a GGUF file is unpacked. Returns None for a hub id. Raises ConfigError for a GGUF
+    file that cannot be served."""
+    if is_gguf(path):
+        from swell.configs.files.gguf.unpacked import unpacked
+
+        return unpacked(Path(path))
+    return Path(path) if Path(path).is_dir() else None

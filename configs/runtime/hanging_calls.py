@@ -1,4 +1,5 @@
-"""Runs calls that may never return, such as reads of a folder on an unreachable file server."""
+"""Runs calls that may never return, such as reads of a folder on an unreachable file server, and
+calls into libraries that may block forever."""
 
 from __future__ import annotations
 
@@ -68,3 +69,18 @@ class HangingCalls:
             self._counts[folder] -= 1
             if not self._counts[folder]:
                 del self._counts[folder]
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """Returns the result of a call. Raises TimeoutError after `timeout_s`; its thread keeps
+    running."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(timeout_s)

@@ -9,8 +9,7 @@ from typing import Any
 from swell.cluster.api.store import session_store
 from swell.cluster.api.store.session_store import ReportSessions, SessionStore
 from swell.cluster.api.store.store_service import StoreService
-from swell.configs.serve import ServeConfig
-from swell.configs.sessions import SessionLimits
+from swell.configs.serve import ServeConfig, SessionLimits
 
 
 def old_store(limits: SessionLimits, now_s: float) -> SessionStore:

@@ -18,7 +18,7 @@ from swell.cluster.text.model_folder import check
 from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.cluster.text.prompt.tokenizer_files import text_files
 from swell.configs.files.gguf.unpacked import COMPLETE
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.schema import ConfigError, load
 from tests.support.adapters import make_adapter
 from tests.support.gguf_files import gguf_of, twin_of, write_gguf

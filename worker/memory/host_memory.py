@@ -1,4 +1,5 @@
-"""Tensors whose memory is allocated when it is written, and memory that is given back."""
+"""Memory of the host: tensors whose memory is allocated when it is written, memory that a GPU reads
+and writes by itself, and memory that is given back."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -71,3 +73,44 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+class LockedMemory:
+    """Pages that the system keeps in memory as long as this object exists; on a CPU, and if the
+    system allows no more locked pages, plain memory. Torch's pinned memory would have a power of
+    two as its size, and would not be given back to the system. All copies from and to it must be
+    done before this object is dropped."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """`nbytes`: at least one; `device`: the device that reads and writes the memory."""
+        # Each block has its own pages: CUDA does not lock a page twice.
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(pages, dtype=torch.uint8)  # [nbytes]
+        self.error = 0
+        """CUDA's reason why the pages are not locked."""
+        if device.type == "cuda":
+            self._lock()
+
+    def _lock(self) -> None:
+        runtime, address = torch.cuda.cudart(), self.bytes.data_ptr()
+        device = torch.cuda.current_device()
+
+        def register() -> int:
+            torch.cuda.set_device(device)  # a new thread would use the first GPU
+            return int(runtime.cudaHostRegister(address, self.bytes.nbytes, 0))
+
+        # CUDA keeps the error of a call for the thread, and the next launch there would raise it.
+        with ThreadPoolExecutor(1) as thread:
+            self.error = thread.submit(register).result()
+        if not self.error:
+            weakref.finalize(self, runtime.cudaHostUnregister, address)
+
+
+def warn_of_plain_memory(use: str, nbytes: int, error: int) -> None:
+    """Logs that memory could not be locked."""
+    StructuredLogger("worker").warning(
+        f"memory of the host for {use} could not be locked, so that copies take longer: raise the "
+        "limit of locked memory (ulimit -l, or that of the container), or free memory of the host",
+        nbytes=nbytes,
+        cuda_error=error,
+    )

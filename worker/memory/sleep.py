@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from swell.worker.layers.packed_weight import PackedWeight
-from swell.worker.memory.host_memory import trim_heap
-from swell.worker.memory.locked_memory import LockedMemory, warn_of_plain_memory
+from swell.worker.memory.host_memory import LockedMemory, trim_heap, warn_of_plain_memory
 from swell.worker.model_interfaces import HoldsTensors, moe_layers
 
 _ALONE = threading.Lock()

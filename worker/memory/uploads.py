@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from swell.worker.memory.locked_memory import LockedMemory, warn_of_plain_memory
+from swell.worker.memory.host_memory import LockedMemory, warn_of_plain_memory
 
 PART_BYTES = 64 << 20
 """The size of a buffer; a power of two."""

@@ -104,7 +104,7 @@ class AdminRoutes:
         """Returns a route that only operators may use. `query` names the parameters that it
         accepts."""
 
-        async def run(request: Request) -> Any:
+        async def run(request: Request) -> Response:
             check_literal(request, path)
             self._services.access.check_admin(request)
             checked_query(request, *query)

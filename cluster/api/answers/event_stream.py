@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
-from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from swell.cluster.api.answers.disconnect import run_until_disconnect
 from swell.cluster.api.answers.sse import EVENT_HEADERS
 
 
-class EventStreamResponse:
+class EventStreamResponse(Response):
     """A response of encoded server-sent events, which stops when the client disconnects. `on_end`
     is called exactly once, after success, failure or disconnect. `has_failed` tells whether the
     last events reported an error."""
@@ -28,7 +28,8 @@ class EventStreamResponse:
         self.has_failed = has_failed
         self._events = events
         self._on_end = on_end
-        self.headers = MutableHeaders({**EVENT_HEADERS, **headers})
+        self.status_code = 200
+        self.init_headers({**EVENT_HEADERS, **headers})
 
     def add_end(self, callback: Callable[[], None]) -> None:
         """Registers `callback` to be called when the stream ends, after the callbacks registered
@@ -59,7 +60,7 @@ class EventStreamResponse:
             self._on_end()
 
     async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.headers.raw})
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._events) as events:
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.answers.disconnect import run_until_disconnect
@@ -54,7 +54,7 @@ class ServingHandler:
 
     async def pool(
         self, context: RequestContext, processed: ProcessedRequest, answer: AnswerWriter
-    ) -> Any:
+    ) -> Response:
         """Submits everything, then returns the whole answer. Raises TooManyWaiting."""
         self._llm.check_admission()
         states: list[RequestState] = []
@@ -71,7 +71,7 @@ class ServingHandler:
         processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
-    ) -> Any:
+    ) -> Response:
         """Submits everything, then returns the whole answer or a stream. Raises TooManyWaiting."""
         self._llm.check_admission()
         return await self.handle_admitted(context, processed, answer, identity)
@@ -82,7 +82,7 @@ class ServingHandler:
         processed: ProcessedRequest,
         answer: ResponseWriter,
         identity: AnswerIdentity,
-    ) -> Any:
+    ) -> Response:
         """Does the same for a request that was admitted before, perhaps by an ingress that has
         terminated."""
         states: list[RequestState] = []
@@ -137,7 +137,7 @@ class ServingHandler:
         outputs: MergedOutputs,
         answer: AnswerWriter,
         ending: ExitStack,
-    ) -> Any:
+    ) -> Response:
         """Returns the response once all outputs are complete."""
         prompts = await run_until_disconnect(context.receive, outputs.whole())
         ending.close()

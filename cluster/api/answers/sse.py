@@ -14,8 +14,8 @@ from msgspec import UNSET, UnsetType
 
 from swell.cluster.api.answers.logprobs import ChatLogprobs, CompletionLogprobs
 from swell.cluster.api.bodies.protocol_base import Usage, encode_line
+from swell.cluster.api.bodies.routed_experts import RoutedExpertsBody
 from swell.cluster.api.bodies.timings import Timings
-from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",

@@ -15,8 +15,8 @@ from msgspec import UNSET, UnsetType
 from swell.cluster.api.answers.logprobs import ChatLogprobs, PromptLogprobs
 from swell.cluster.api.bodies.generation_body import GenerationBody
 from swell.cluster.api.bodies.protocol_base import Body, Usage
+from swell.cluster.api.bodies.routed_experts import RoutedExpertsBody
 from swell.cluster.api.bodies.timings import Timings
-from swell.cluster.api.routed_experts_body import RoutedExpertsBody
 from swell.cluster.text.json_types import JsonObject, JsonValue
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.prompt.chat_template import THINKING_VARIABLES

@@ -14,6 +14,7 @@ from swell.cluster.api.answers.output_parts import PartReader
 from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage, usage_of
 from swell.cluster.api.answers.sse import DONE, TEXT_ONLY, ChunkFields, ChunkStream
 from swell.cluster.api.bodies.protocol_base import CompletionTokensDetails, Usage, encode_line
+from swell.cluster.api.bodies.routed_experts import routed_experts_body
 from swell.cluster.api.chat.protocol import (
     CalledFunction,
     ChatChoice,
@@ -26,7 +27,6 @@ from swell.cluster.api.chat.protocol import (
     ToolCall,
     ToolCallDelta,
 )
-from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import deltas as parts
 from swell.cluster.text.parsers.base import Parser

@@ -15,13 +15,13 @@ from swell.cluster.api.answers.logprobs import (
 from swell.cluster.api.answers.response_writer import ResponseWriter, choice_usage
 from swell.cluster.api.answers.sse import DONE, ChunkFields, ChunkStream
 from swell.cluster.api.bodies.protocol_base import Usage, usage
+from swell.cluster.api.bodies.routed_experts import routed_experts_body
 from swell.cluster.api.completions.protocol import (
     Completion,
     CompletionChoice,
     CompletionChunk,
     CompletionRequest,
 )
-from swell.cluster.api.routed_experts_body import routed_experts_body
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 
 

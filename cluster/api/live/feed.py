@@ -27,7 +27,7 @@ from swell.cluster.api.admin.live_protocol import (
 )
 from swell.cluster.api.answers.sse import PING
 from swell.cluster.api.live.log import Observation, coordinator_answers, happened
-from swell.cluster.api.live.manager_state import ManagerState
+from swell.cluster.api.live.manager_poll import ManagerPoll
 from swell.cluster.api.live.rates import rates_between
 from swell.cluster.api.services import Services
 from swell.coordinator.wire import ClusterView, Counts, EngineReport
@@ -59,7 +59,7 @@ class LiveFeed:
         """Counts the events."""
         self._last: tuple[float, Counts, Observation] | None = None
         """Time and result of the observation before."""
-        self._manager = ManagerState(services.manager)
+        self._manager = ManagerPoll(services.manager)
         self._readers = 0
         self._unread_since_s = 0.0
         """The time at which the last reader left."""

@@ -14,7 +14,7 @@ from swell.cluster.api.messages.blocks import (
     ToolUseBlock,
     text_of,
 )
-from swell.cluster.api.messages.call_ids import call_id
+from swell.cluster.api.messages.content import call_id
 from swell.cluster.api.messages.protocol import (
     CountTokensRequest,
     InputMessage,

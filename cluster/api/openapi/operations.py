@@ -19,7 +19,7 @@ from swell.cluster.api.pooling import protocol as pooling
 from swell.cluster.api.responses import protocol as responses
 from swell.cluster.api.responses.events import ResponseEvent
 from swell.cluster.api.responses.response import ResponseBody, ResponseDeleted, ResponseItemList
-from swell.cluster.api.sessions import session_bodies as sessions
+from swell.cluster.api.sessions import protocol as sessions
 from swell.cluster.api.web.page_routes import Welcome
 from swell.cluster.text.schema.request_body import RequestBody
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.answers.disconnect import with_deadline
@@ -60,20 +60,20 @@ class PoolingRoutes:
             ),
         ]
 
-    async def _embeddings(self, request: Request) -> Any:
+    async def _embeddings(self, request: Request) -> Response:
         body, context = await self._read(request, EmbeddingRequest), context_of(request)
         params = await self._process(context, partial(convert.embedding_request, body))
         writer = EmbeddingWriter(f"embd-{context.id}", self._model, body)
         return await self._serving.pool(context, params, writer)
 
-    async def _classify(self, request: Request) -> Any:
+    async def _classify(self, request: Request) -> Response:
         body, context = await self._read(request, ClassifyRequest), context_of(request)
         params = await self._process(context, partial(convert.classify_request, body))
         id, labels = f"classify-{context.id}", self._pooling.spec.labels
         writer = ClassificationWriter(id, self._model, body, labels)
         return await self._serving.pool(context, params, writer)
 
-    async def _score(self, request: Request) -> Any:
+    async def _score(self, request: Request) -> Response:
         body, context = await self._read(request, ScoreRequest), context_of(request)
         pairs, embeds = convert.score_pairs(body), self._pooling.spec.embeds
         work = partial(convert.score_request, body, pairs, embeds=embeds)
@@ -82,7 +82,7 @@ class PoolingRoutes:
         writer = ScoreWriter(id, self._model, body, pairs, embeds=embeds)
         return await self._serving.pool(context, params, writer)
 
-    async def _rerank(self, request: Request) -> Any:
+    async def _rerank(self, request: Request) -> Response:
         body, context = await self._read(request, RerankRequest), context_of(request)
         pairs, embeds = convert.rerank_pairs(body), self._pooling.spec.embeds
         work = partial(convert.score_request, body, pairs, embeds=embeds)

@@ -19,7 +19,7 @@ from swell.cluster.api.responses.convert import chat_request
 from swell.cluster.api.responses.items import Item
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import ResponseBody
-from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.responses.response_client import ResponseStoreClient
 from swell.cluster.api.store.bounded_table import TableKey, id_of, owner_of
 from swell.cluster.api.store.response_store import (
     HEARTBEAT_S,

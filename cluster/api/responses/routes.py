@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -40,8 +39,8 @@ from swell.cluster.api.responses.response import (
     begin_response,
     item_list,
 )
+from swell.cluster.api.responses.response_client import ResponseStoreClient
 from swell.cluster.api.responses.serving import ResponsesWriter
-from swell.cluster.api.responses.store_client import ResponseStoreClient
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.api.store.bounded_table import TableKey, table_key
@@ -110,14 +109,14 @@ class ResponseRoutes:
 
     # ---------------------------------------------------------------- an answer
 
-    async def _create(self, request: Request) -> Any:
+    async def _create(self, request: Request) -> Response:
         body = await self._services.read_for_answer(request, ResponsesRequest)
         begin = partial(self._answer, body)
         return await self._services.resumable.answer(request, body, begin)
 
     async def _answer(
         self, body: ResponsesRequest, context: RequestContext, identity: AnswerIdentity
-    ) -> Any:
+    ) -> Response:
         model = self._services.model_name(body.model)
         response = begin_response(body, model, store=self._should_store(body))
         if identity.is_repeatable:
@@ -232,7 +231,7 @@ class ResponseRoutes:
         params: ProcessedRequest,
         writer: ResponsesWriter,
         identity: AnswerIdentity,
-    ) -> Response | EventStreamResponse:
+    ) -> Response:
         """Begins a background response. The reply says `queued`, or is a stream. Later requests see
         `in_progress`, also while the response waits for an engine or for another ingress."""
         queued = _encode(msgspec.structs.replace(answer.response, status="queued"))
@@ -267,7 +266,7 @@ class ResponseRoutes:
         await self._run(handle, self._writer(answer, params, identity))
 
     async def _run(
-        self, handle: Callable[[ResponsesWriter], Awaitable[Any]], writer: ResponsesWriter
+        self, handle: Callable[[ResponsesWriter], Awaitable[Response]], writer: ResponsesWriter
     ) -> None:
         engines = ""
         try:
@@ -278,7 +277,7 @@ class ResponseRoutes:
 
     async def _run_live(
         self,
-        handle: Callable[[ResponsesWriter], Awaitable[Any]],
+        handle: Callable[[ResponsesWriter], Awaitable[Response]],
         writer: ResponsesWriter,
         live: LiveEvents,
     ) -> None:
@@ -286,7 +285,9 @@ class ResponseRoutes:
         once, because they contain the id."""
         try:
             live.put(b"".join(writer.stream_start(1)))
-            await live.pass_on(await handle(writer))
+            reply = await handle(writer)
+            assert isinstance(reply, EventStreamResponse), "the client asked for a stream"
+            await live.pass_on(reply)
         except Exception as error:
             writer.fail(error_info(error))
             await writer.commit("")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.resumable.generation import Generation
 from swell.cluster.api.store.bounded_table import Bound, BoundedTable, TableKey, TableLimits
-from swell.configs.resumable import ResumableLimits
+from swell.configs.serve import ResumableLimits
 
 
 class GenerationTable:

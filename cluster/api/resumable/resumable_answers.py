@@ -22,6 +22,7 @@ from random import Random
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from swell.cluster.api.answers.answer_identity import AnswerIdentity, new_identity
 from swell.cluster.api.answers.disconnect import with_deadline
@@ -45,9 +46,9 @@ from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.prompt.thread_offload import OffloadPool
 from swell.configs.lora import Adapter
-from swell.configs.resumable import ResumableLimits
+from swell.configs.serve import ResumableLimits
 
-BeginAnswer = Callable[[RequestContext, AnswerIdentity], Awaitable[Any]]
+BeginAnswer = Callable[[RequestContext, AnswerIdentity], Awaitable[Response]]
 """Starts an answer and returns its response."""
 
 KEPT = (ENGINES, VERSION)
@@ -92,7 +93,7 @@ class ResumableAnswers:
         sent = request.headers.get(IDEMPOTENCY_KEY)
         return sent is not None and self._table.find(table_key(owner, sent), _now_s()) is not None
 
-    async def answer(self, request: Request, body: Any, begin: BeginAnswer) -> Any:
+    async def answer(self, request: Request, body: Any, begin: BeginAnswer) -> Response:
         """Returns the response to an authorized request, whose body was checked."""
         context, sent = context_of(request), read_headers(request)
         if sent is None:
@@ -150,7 +151,7 @@ class ResumableAnswers:
         last: EventId | None,
         reading: ExitStack,
         headers: Mapping[str, str] = {},
-    ) -> Any:
+    ) -> Response:
         """Returns the response, made of the kept part of an answer and the part still to come."""
         headers = {**generation.headers, **headers}
         if not body.stream:
@@ -231,7 +232,7 @@ class ResumableAnswers:
         return generation
 
     async def _compute(
-        self, generation: Generation, created: int, beginning: Awaitable[Any]
+        self, generation: Generation, created: int, beginning: Awaitable[Response]
     ) -> None:
         try:
             response = await beginning
@@ -240,7 +241,7 @@ class ResumableAnswers:
             if isinstance(response, EventStreamResponse):
                 await self._take_events(generation, response)
             else:
-                generation.end_with(response.body)
+                generation.end_with(bytes(response.body))
                 self._table.grew(generation)
         except asyncio.CancelledError:
             self._count("aborted")

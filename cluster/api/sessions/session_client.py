@@ -33,7 +33,7 @@ from swell.cluster.api.store.session_store import (
 from swell.cluster.api.store.store_client import ReportLoop, StoreClient
 from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.configs.runtime.secret import SecretText
-from swell.configs.sessions import SessionLimits
+from swell.configs.serve import SessionLimits
 
 _PATIENCE_S = 30.0
 """How long a request waits for the store: Serve replaces a dead store within seconds."""

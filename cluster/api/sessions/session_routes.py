@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -16,20 +15,22 @@ from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.response_writer import ENGINES
 from swell.cluster.api.bodies.body_reader import read_short_body, warn_of_keywords
+from swell.cluster.api.bodies.protocol_base import Usage
 from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
+from swell.cluster.api.completions.serving import CompletionResponseWriter
 from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
-from swell.cluster.api.sessions.session_bodies import (
+from swell.cluster.api.sessions.protocol import (
     CreateSessionRequest,
     SessionBody,
     SessionDeleted,
 )
 from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
-from swell.cluster.api.sessions.session_writer import SessionChunkWriter
 from swell.cluster.api.store.session_store import Session
+from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest, SessionPrefix
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
@@ -65,7 +66,7 @@ class SessionRoutes:
 
     async def answer(
         self, body: CompletionRequest, context: RequestContext, identity: AnswerIdentity
-    ) -> Any:
+    ) -> Response:
         """Returns the answer to a chunk: the answer to one prompt that consists of all earlier
         tokens and the chunk."""
         services, id = self._services, str(body.session)
@@ -112,7 +113,7 @@ class SessionRoutes:
         identity: AnswerIdentity,
         chunk: OpenChunk,
         params: ProcessedRequest,
-    ) -> Any:
+    ) -> Response:
         (sent,) = params.requests
 
         async def commit(answer_ids: Sequence[int], engines: str) -> None:
@@ -189,3 +190,41 @@ async def _of_session(
             f" {chunk.num_tokens} of these tokens belong to the session: create another session, "
             "or go back to an earlier chunk with session_chunk."
         ) from None
+
+
+CommitChunk = Callable[[Sequence[int], str], Awaitable[None]]
+"""Commits the tokens of an answer. The second argument is the header that lists the engines that
+served it."""
+
+
+class SessionChunkWriter(CompletionResponseWriter):
+    """Commits the tokens of an answer, unless it failed: the next chunk continues after them."""
+
+    def __init__(
+        self, id: str, model: str, body: CompletionRequest, created: int, commit_chunk: CommitChunk
+    ) -> None:
+        super().__init__(id, model, body, created)
+        self._answer_ids: list[int] = []
+        self._commit_chunk = commit_chunk
+        self._last: list[bytes] = []
+        """The event with the finish reason, which many clients take for the end."""
+
+    def full_response(self, outputs: list[RequestOutput], usage: Usage) -> msgspec.Struct:
+        for output in outputs:
+            self._answer_ids += self._shown(output.outputs[0]).token_ids
+        return super().full_response(outputs, usage)
+
+    def delta(self, choice: int, output: RequestOutput, part: CompletionOutput) -> Iterable[bytes]:
+        self._answer_ids += self._shown(part).token_ids
+        events = super().delta(choice, output, part)
+        if part.finish_reason is None:
+            return events
+        self._last = [*events]
+        return ()
+
+    def stream_end(self, usage: Usage) -> Iterable[bytes]:
+        return [*self._last, *super().stream_end(usage)]
+
+    async def commit(self, engines: str) -> None:
+        if not self.failed:
+            await self._commit_chunk(self._answer_ids, engines)

@@ -26,7 +26,7 @@ import msgspec
 
 from swell.cluster.api.store.bounded_table import BoundedTable, TableKey, TableLimits, owner_of
 from swell.configs.runtime.secret import HoldsSecrets
-from swell.configs.sessions import SessionLimits
+from swell.configs.serve import SessionLimits
 from swell.coordinator.transport.listening_clock import ListeningClock
 
 REPORT_S = 2.0

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.start.private_home import write_problem
+from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import Config, ConfigError
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.start import ray_leftovers, ray_settings
+from swell.cluster.cli.start.ray_leftovers import continued
 from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.start_screen import StartScreen
 from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.cluster.cli.start.stopped_processes import continued
+from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import StructuredLogger
 
 _QUICK_S = 20.0

@@ -17,7 +17,7 @@ _SETTINGS = {
     # Stop a replica that does not answer at once, because requests that reach it wait.
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # Let a connection outlast an outage of a link. This does not matter on one machine; it only
-    # spares replicas a runtime environment, which Ray would have to create (`replica_options.py`).
+    # spares replicas a runtime environment, which Ray would have to create (`replica_options`).
     "RAY_grpc_keepalive_timeout_ms": "120000",
     # Interval at which Serve compares actual and target state. A start takes a few intervals: with
     # Ray's 0.1 s it is 1.8 s faster, but an idle cluster uses another 1.6 % of a core.

@@ -81,22 +81,19 @@ class OutputProcessor:
         queue: RequestOutputCollector | None = None,
         prompt: str | None = None,
         index: int = 0,
-        arrival_s: float | None = None,
         text_start: TextStart = TextStart.NEW_TEXT,
         answer_version: AnswerVersion | None = None,
         make_content_parser: Callable[[], Parser] | None = None,
     ) -> RequestState:
         """Registers `request` and returns its state. `prompt` is the text that was sent, if it was
-        text. `queue` gets its outputs; None: a new collector. `arrival_s` is a reading
-        of this processor's clock if the request arrived before this call. `make_content_parser` is
-        as in `OutputText`."""
+        text. `queue`, a collector of this `kind`, gets its outputs; None: a new one.
+        `make_content_parser` is as in `OutputText`."""
         assert request.request_id not in self.request_states, request.request_id
         assert not request.output_token_ids, "a later attempt keeps its first state"
         texts, prompt_token_ids = self._texts, request.prompt_token_ids
         skip = params.skip_special_tokens
         state = RequestState(
             request,
-            params,
             OutputText(
                 params,
                 self._detokenizer,
@@ -106,12 +103,11 @@ class OutputProcessor:
                 make_content_parser,
             ),
             LogprobsProcessor(request, texts, skip_special_tokens=skip, prompt=prompt),
-            kind=kind,
             queue=RequestOutputCollector(kind) if queue is None else queue,
             prompt=prompt,
             index=index,
             stream_interval=max(self._stream_interval, params.stream_interval or 1),
-            arrival_s=self._clock() if arrival_s is None else arrival_s,
+            arrival_s=self._clock(),
             answer_version=answer_version,
         )
         self.request_states[request.request_id] = state

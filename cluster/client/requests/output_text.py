@@ -39,6 +39,8 @@ class OutputText:
         self._machine = detokenizer.start(skip, text_start, prompt_token_ids)
         self._writer = TextWriter(texts, self._machine, skip)
         """Writes to the machine, and returns token offsets where these are needed too."""
+        self.includes_stop = params.include_stop_str_in_output
+        """Whether the text ends with what has ended the answer: a stop string or a stop token."""
         self._stops = StopChecker(
             params.stop_strings,
             include_in_output=params.include_stop_str_in_output,

@@ -223,7 +223,7 @@ class RequestOutputCollector:
         self.request_id = request_id
         self.ready = Event()
         """Set when there is a new output."""
-        self._aggregate = kind == RequestOutputKind.DELTA
+        self.kind = kind
         self._output: RequestOutput | None = None
         self._error: Exception | None = None
 
@@ -237,7 +237,7 @@ class RequestOutputCollector:
         elif self._output is None:
             self._output = output
         else:
-            self._output.add(output, aggregate=self._aggregate)
+            self._output.add(output, aggregate=self.kind == RequestOutputKind.DELTA)
         self.ready.set()
 
     def get_nowait(self) -> RequestOutput | None:

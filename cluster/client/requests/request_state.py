@@ -25,7 +25,6 @@ from swell.cluster.client.requests.routed_experts import RoutedExpertsCollector,
 from swell.cluster.client.requests.stats import RequestTimes
 from swell.cluster.client.routing.placement_queue import QueuedRequest
 from swell.cluster.client.routing.routed_engine import Route
-from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import (
     EngineCoreOutput,
@@ -82,11 +81,9 @@ class RequestState:
     def __init__(
         self,
         request: EngineCoreRequest,
-        params: SamplingParams,
         text: OutputText,
         logprobs: LogprobsProcessor,
         *,
-        kind: RequestOutputKind,
         queue: RequestOutputCollector,
         prompt: str | None,
         index: int,
@@ -125,18 +122,17 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self._placement: Route | QueuedRequest | None = None
         self._tokens_before_attempt = 0
-        self._is_delta = kind == RequestOutputKind.DELTA
+        self._is_delta = queue.kind == RequestOutputKind.DELTA
         self._prompt = prompt
         self._index = index
         self._stream_interval = stream_interval
         self._text = text
         self._logprobs = logprobs
-        self._include_stop = params.include_stop_str_in_output
         self._end_token_ids = {*request.eos_token_ids, *request.stop_token_ids}
         self._pooled = b""
         self._routes = RoutedExpertsCollector() if request.sampler.routed_experts else None
         self._sent_tokens = 0
-        self._due_tokens = sys.maxsize if kind == RequestOutputKind.FINAL_ONLY else 1
+        self._due_tokens = sys.maxsize if queue.kind == RequestOutputKind.FINAL_ONLY else 1
         """The number of output tokens at which the next output is due: the first token at once,
         then every `stream_interval` tokens."""
 
@@ -268,7 +264,7 @@ class RequestState:
         num_visible = len(token_ids)
         if (
             output.finish_reason is FinishReason.STOP
-            and not self._include_stop
+            and not self._text.includes_stop
             and token_ids
             and token_ids[-1] in self._end_token_ids
         ):

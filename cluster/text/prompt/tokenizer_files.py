@@ -16,7 +16,7 @@ from swell.configs.files.bounded_files import (
     parse_json,
     read_file,
 )
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.schema import ModelConfig
 
 _NAMES = (

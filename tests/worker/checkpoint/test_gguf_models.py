@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.files.gguf.header import read_header
-from swell.configs.files.model_files import local_folder
+from swell.configs.files.model_path import local_folder
 from swell.configs.schema import load
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import CUT_GROUP

@@ -12,7 +12,7 @@ from swell.kernels.linear import pack_quantized
 from swell.kernels.weights.quantized import quantize
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.memory import sleep, uploads
-from swell.worker.memory.locked_memory import LockedMemory
+from swell.worker.memory.host_memory import LockedMemory
 from swell.worker.memory.sleep import LockedCopy, SleepingWeights
 from swell.worker.memory.uploads import Uploads
 from tests.worker.memory.late_gpu import LateGpu, late_gpu

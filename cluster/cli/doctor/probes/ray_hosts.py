@@ -20,7 +20,6 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from swell.cluster.cli.deadline_call import within
 from swell.cluster.cli.doctor.facts import (
     HostFacts,
     HostRequest,
@@ -37,6 +36,7 @@ from swell.cluster.cli.doctor.facts import (
 from swell.cluster.cli.doctor.probes import links
 from swell.cluster.cli.doctor.probes.host_facts import collect, collect_start_facts
 from swell.cluster.cli.start.ray_address import probe_address
+from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import first_line
 from swell.configs.runtime.secret import SecretBytes
 from swell.configs.schema import Config, ConfigError

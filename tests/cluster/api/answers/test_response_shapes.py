@@ -14,7 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from swell.cluster.api.answers.response_writer import usage_of
-from swell.cluster.api.messages import call_ids as ids
+from swell.cluster.api.messages.content import call_id, tool_use_id
 from swell.cluster.api.messages.convert import chat_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.messages.serving import MessagesResponseWriter
@@ -202,14 +202,14 @@ def test_anthropic_call_ids_map_to_the_formats_ids_and_back(name: str, streamed:
 
 @given(st.text(min_size=1) | st.sampled_from(["functions.f:0", "x_61", "toolu_1", "a1B2c3D4e"]))
 def test_a_call_id_is_restored_unchanged(id: str) -> None:
-    shown = ids.tool_use_id(id)
+    shown = tool_use_id(id)
     assert re.fullmatch("toolu_[a-zA-Z0-9_-]+", shown)
-    assert ids.call_id(shown) == id
+    assert call_id(shown) == id
 
 
 @pytest.mark.parametrize("id", ["toolu_01A09q90qw90lq917835lq9", "toolu_", "x", "toolu_x_nothex"])
 def test_ids_of_other_servers_are_accepted(id: str) -> None:
-    assert ids.call_id(id) == (id.removeprefix("toolu_") or id)
+    assert call_id(id) == (id.removeprefix("toolu_") or id)
 
 
 @pytest.mark.parametrize("included", [True, False])

@@ -12,7 +12,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseItemList
 
-from swell.cluster.api.responses import store_client
+from swell.cluster.api.responses import response_client
 from swell.cluster.api.store.response_store import Store
 from tests.cluster.api.responses.responses_server import (
     CALL,
@@ -208,7 +208,7 @@ def test_a_response_is_returned_although_the_store_is_unavailable(
 ) -> None:
     """The answer says that it is not stored. Requests for stored responses are answered with an
     error: the store cannot be reached."""
-    monkeypatch.setattr(store_client, "_UNAVAILABLE_S", 600.0)
+    monkeypatch.setattr(response_client, "_UNAVAILABLE_S", 600.0)
 
     async def scenario() -> None:
         async with ResponsesServer(tmp_path, "the fox").open() as server:

@@ -13,7 +13,7 @@ import pytest
 
 from swell.cluster.api.responses import background
 from swell.cluster.api.responses.background import BackgroundRunner
-from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.responses.response_client import ResponseStoreClient
 from swell.cluster.api.store.bounded_table import table_key
 from swell.cluster.api.store.response_store import (
     LEASE_S,

@@ -13,7 +13,7 @@ from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
 from swell.cluster.api.store.bounded_table import owner_of, table_key
 from swell.cluster.text.params.sampling_params import BadRequest
-from swell.configs.resumable import ResumableLimits
+from swell.configs.serve import ResumableLimits
 
 LIMITS = ResumableLimits(
     resumable_answers=4, resumable_answers_per_key=2, resumable_bytes=600, resumable_age_s=10.0

@@ -29,8 +29,7 @@ from swell.cluster.api.store.session_store import (
     Session,
     SessionReply,
 )
-from swell.configs.resumable import ResumableLimits
-from swell.configs.sessions import SessionLimits
+from swell.configs.serve import ResumableLimits, SessionLimits
 from tests.cluster.store_handle import old_store
 
 ENTRIES, PER_OWNER, SIZE_BYTES, AGE_S = 4, 2, 300, 60.0

@@ -19,7 +19,7 @@ from swell.cluster.api.server.api_keys import ApiKeys
 from swell.cluster.api.sessions import session_client
 from swell.cluster.cli.doctor.probes import host_facts
 from swell.cluster.cli.main import main
-from swell.cluster.control.cluster_status import Leftovers, describe
+from swell.cluster.control.cluster_status import Leftovers, ManagerStatus, describe
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.backoff import MissingEngine
 from swell.configs.runtime.log import KeyValueFormatter
@@ -66,13 +66,16 @@ class Describing(Failing):
         return describe(
             ClusterView(Roster()),
             {0: EngineHandle(0, ended=error, waits_for_room=error)},
-            coordinator={"pid": 1, "error": error},
-            target=1,
-            phase="failed",
-            error=error,
-            missing_engine=MissingEngine(0, error, 9, 0.0, exhausted=True, dying=False),
-            leftovers=Leftovers(["a"], error, 1, 1.0),
-            upgrade={"phase": "failed", "error": error},
+            {"pid": 1, "error": error},
+            ManagerStatus(
+                target=1,
+                phase="failed",
+                error=error,
+                missing_engine=MissingEngine(0, error, 9, 0.0, exhausted=True, dying=False),
+                leftovers=Leftovers(["a"], error, 1, 1.0),
+                upgrade={"phase": "failed", "error": error},
+                scaling={},
+            ),
         )
 
     def __getattr__(self, name: str) -> Any:

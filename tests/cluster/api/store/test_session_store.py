@@ -26,7 +26,7 @@ from swell.cluster.api.store.session_store import (
     SessionReply,
     SessionStore,
 )
-from swell.configs.sessions import SessionLimits
+from swell.configs.serve import SessionLimits
 from tests.cluster.store_handle import grow_old, old_store
 
 OK, UNKNOWN, RECOVERING, SUPERSEDED, FULL, OWNER_FULL = SessionReply

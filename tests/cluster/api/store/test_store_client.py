@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from swell.cluster.api.bodies.http_errors import HTTPError
-from swell.cluster.api.responses.store_client import ResponseStoreClient
+from swell.cluster.api.responses.response_client import ResponseStoreClient
 from swell.cluster.api.store.response_store import Read, StoredResponse
 from swell.cluster.api.store.store_service import StoreService
 from swell.cluster.app import application

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.cli.start.stopped_processes import _GRACE_S, continued, wake
+from swell.cluster.cli.start.ray_leftovers import _GRACE_S, continued, wake
 
 DEADLINE_S = 120.0
 SLEEP = "import time; print(flush=True); time.sleep(600)"

@@ -43,10 +43,12 @@ def sink() -> Sink:
 @pytest.fixture
 def processor(sink: Sink) -> OutputProcessor:
     detokenizer = Detokenizer(tokenizers_for_tests.chat_tokenizer())
-    processor = OutputProcessor(detokenizer, stats=sink, clock=lambda: 7.0)
+    now_s = [4.0]
+    processor = OutputProcessor(detokenizer, stats=sink, clock=lambda: now_s[0])
     request = EngineCoreRequest("r", [1, 2, 3], SamplerParams(pooling=PoolingParams()), 0)
     kind = RequestOutputKind.FINAL_ONLY
-    processor.add_request(request, SamplingParams(), kind=kind, arrival_s=4.0)
+    processor.add_request(request, SamplingParams(), kind=kind)
+    now_s[0] = 7.0
     return processor
 
 

@@ -1,4 +1,4 @@
-"""The state of the cluster as the manager knows it, read again and again. No decisions."""
+"""Polls the manager for the state of the cluster. No decisions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT_S = 5.0
 """The timeout of a call: longer than the manager itself waits for a coordinator."""
 
 
-class ManagerState:
+class ManagerPoll:
     """The newest answer of the manager. Not more than one call is in progress."""
 
     def __init__(self, manager: Any) -> None:

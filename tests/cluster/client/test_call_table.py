@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from swell.coordinator.transport.call_table import CallTable
+from swell.cluster.client.engine_core_client import CallTable
 from swell.coordinator.transport.channel import ChannelTimeout
 
 
