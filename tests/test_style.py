@@ -36,6 +36,13 @@ def test_no_folder_has_many_files() -> None:
     assert {name: count for name, count in folders.items() if count > MAX_FOLDER_FILES} == {}
 
 
+def test_each_folder_begins_with_a_docstring() -> None:
+    folders = [name for name in PRODUCT if name.endswith("/__init__.py")]
+    assert len(folders) > 50
+    missing = [name for name in folders if not (ROOT / name).read_text().startswith('"""')]
+    assert missing == [], "begin it with a docstring"
+
+
 def test_no_function_is_long() -> None:
     long = {
         (name, function): lines
@@ -66,16 +73,6 @@ def test_lengths_of_functions_are_counted() -> None:
     assert function_lengths(source) == [("g", 1, most), ("f", 3, most)]
 
 
-WIDE_SIGNATURES = {
-    "cluster/client/requests/output_processor.py": {"OutputProcessor.add_request"},
-    "cluster/client/requests/request_state.py": {"RequestState.__init__"},
-    "cluster/control/cluster_status.py": {"describe"},
-}
-"""File -> its functions that still have more parameters. The list only shrinks: a function that has
-become smaller must be removed from it. Fields of dataclasses and structs do not
-count."""
-
-
 def wide_signatures(source: str) -> dict[str, int]:
     """Returns qualified name -> number of parameters of each function above the limit. `self` and
     `cls` are not counted; `*args` and `**kwargs` count once each. A Triton kernel may have more:
@@ -102,10 +99,10 @@ def _is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def test_no_signature_is_wide() -> None:
-    """More values belong together: in a frozen dataclass, each field with its docstring."""
+    """More values belong together: in a frozen dataclass, each field with its docstring. Fields of
+    dataclasses and structs do not count."""
     wide = {name: wide_signatures((ROOT / name).read_text()) for name in PRODUCT}
-    found = {name: set(signatures) for name, signatures in wide.items() if signatures}
-    assert found == WIDE_SIGNATURES, wide
+    assert {name: signatures for name, signatures in wide.items() if signatures} == {}
 
 
 def test_parameters_are_counted() -> None:
@@ -115,10 +112,6 @@ def test_parameters_are_counted() -> None:
     source += f"def h({nine}, *k, **m):\n    def deep({ten}): ...\n"
     source += f"@triton.jit\ndef kernel({ten}): ...\n"
     assert wide_signatures(source) == {"A.g": 10, "h": 11, "h.deep": 10}
-
-
-def test_the_list_of_wide_signatures_names_only_files_that_exist() -> None:
-    assert set(WIDE_SIGNATURES) <= set(PRODUCT)
 
 
 HTTP_CALLS = {"Client", "AsyncClient", "request", "stream", "get", "post", "put", "patch", "delete"}

@@ -1,0 +1,1 @@
+"""Reads the weights of a model from safetensors and GGUF files."""

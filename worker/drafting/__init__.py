@@ -1,0 +1,1 @@
+"""Draft models of speculative decoding: small models, EAGLE and MTP layers."""

@@ -1,0 +1,1 @@
+"""Layers of models, split over tensor ranks."""

@@ -1,0 +1,1 @@
+"""Makes vectors and scores from hidden states, for pooling models."""

@@ -1,0 +1,1 @@
+"""Turns logits into tokens: processors of logits, sampling and log probabilities."""

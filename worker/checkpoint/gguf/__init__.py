@@ -1,0 +1,1 @@
+"""Reads the weights of a GGUF file, and dequantizes their blocks."""
