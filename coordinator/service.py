@@ -33,7 +33,7 @@ from swell.coordinator.transport.listening_clock import ListeningClock
 from swell.coordinator.transport.loop_calls import LoopCalls
 from swell.coordinator.transport.runtime import Runtime, ThreadRuntime
 from swell.coordinator.wave_protocol.null_waves import NullCoordinator
-from swell.coordinator.wave_protocol.wave_interface import CoordinatorWaves, RankedCommands
+from swell.coordinator.wave_protocol.wave_interface import CoordinatorWaves, Phase, RankedCommands
 from swell.coordinator.wave_protocol.waves import WaveCoordinator
 from swell.coordinator.wire import (
     FIRST_TOKENS,
@@ -336,6 +336,10 @@ class CoordinatorService:
                     if is_known:
                         self._peers[message.incarnation] = peer
                     self._send(self._state_machine.on_message(message, now))
+                elif isinstance(message, EngineReport) and not self._recovering:
+                    waves, phase = self._state_machine.waves, Phase(message.wave_phase)
+                    if (command := waves.left_out(message.epoch, phase)) is not None:
+                        self._inbox.send(peer, command)
 
     def _on_hello(self, peer: bytes, hello: EngineHello, now: float) -> None:
         """Handles a hello. A predecessor's epoch and manager state count even if it is late."""

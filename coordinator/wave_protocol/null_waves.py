@@ -113,6 +113,9 @@ class NullCoordinator(CoordinatorWaves):
             return []
         return [(rank, Pause(0) if self.pause_requested else Resume(0))]
 
+    def left_out(self, epoch: int, phase: Phase) -> None:
+        """Returns None: an engine that was removed computes its requests without the others."""
+
     def change(self, target_ranks: tuple[int, ...], lost: bool = False) -> RankedCommands:
         self.ranks = self.target_ranks = target_ranks
         return []

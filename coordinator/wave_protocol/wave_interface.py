@@ -201,6 +201,11 @@ class CoordinatorWaves(ABC):
         """Handles the periodic report of an engine's state: repairs the effects of lost
         messages."""
 
+    @abstractmethod
+    def left_out(self, epoch: int, phase: Phase) -> ReconfigureDistributedRequest | None:
+        """Returns the answer to a report of an engine that was removed: the command to leave its
+        group, if it has not executed one. Without it, the engine would wait for the others."""
+
     # ---------------------------------------------------------------- requested changes
 
     @abstractmethod

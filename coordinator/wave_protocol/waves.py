@@ -40,7 +40,8 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one period of s
     implies an epoch or a wave, it counts like the lost message. This does not hold for a pause,
     which may be an older one: the pauses of an epoch are numbered, and a paused engine answers
     its `Pause` again. If it receives a newer `Pause`, a `Resume` was lost: the others run and
-    wait for it, so it runs and votes.
+    wait for it, so it runs and votes. An engine that was removed is told to leave its group
+    when it reports: it may have missed that the others have left it.
 10. An engine whose group is broken, or is paused for a change, needs a coordinator. If there is no
     coordinator, the engine may step by itself (`standalone_monitor.py`). It keeps its epoch but is
     in no group: it ignores everything except a newer epoch, sends no messages about waves, and its
@@ -51,6 +52,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from swell.coordinator.wave_protocol.wave_interface import (
     WITHOUT_GROUP,
@@ -260,6 +263,11 @@ class WaveCoordinator(CoordinatorWaves):
         if self.group_state is GroupState.SERVING:
             return self._compare_wave(rank, wave, phase)
         return []
+
+    def left_out(self, epoch: int, phase: Phase) -> ReconfigureDistributedRequest | None:
+        if not 0 < epoch < self.epoch or phase is Phase.STANDALONE:
+            return None
+        return replace(self._new_group(), ranks=[])
 
     def _compare_wave(self, rank: int, wave: int, phase: Phase) -> RankedCommands:
         """Resolves a difference between the wave of a serving engine and the coordinator's wave."""

@@ -552,6 +552,29 @@ def test_an_engine_that_reports_before_its_hello_is_requested_to_send_it(connect
     assert service.view().roster.ranks == [0, 1]
 
 
+def test_an_engine_that_was_removed_learns_it_from_the_answer_to_its_report(connect_to) -> None:
+    """It was removed as silent, and its connection was lost with the command to leave the group."""
+    service, connect = connect_to
+    engines = [msgspec.structs.replace(member(rank), incarnation=1 + rank) for rank in (0, 1)]
+    outlets = [connect() for _ in engines]
+    for engine, outlet in zip(engines, outlets, strict=True):
+        outlet.send(EngineHello(engine))
+    wait_until(service, lambda: len(service._peers) == len(engines))
+    joining = threading.Thread(target=service.join, args=(engines, SOON_S))
+    joining.start()
+    for engine, outlet in zip(engines, outlets, strict=True):
+        command = next_command(outlet)
+        assert isinstance(command, ReconfigureDistributedRequest)
+        outlet.send(Joined(engine.rank, engine.incarnation, command.epoch))
+    joining.join(SOON_S)
+    service.remove_failed([1])
+    again, stopped = connect(), int(Phase.STOPPED)
+    again.send(EngineReport(1, engines[1].incarnation, epoch=command.epoch, wave_phase=stopped))
+    answer = next_command(again)
+    assert isinstance(answer, ReconfigureDistributedRequest), answer
+    assert answer.epoch > command.epoch and answer.ranks == []
+
+
 @pytest.fixture
 def connect_to() -> Iterator[tuple[CoordinatorService, Callable[[], Outlet[EngineCommand]]]]:
     """Yields a coordinator of engines that share experts, and a function that connects one of

@@ -329,3 +329,24 @@ def test_a_report_reveals_a_group_that_broke_while_it_formed() -> None:
     commands = waves.report(1, 3, 5, Phase.OUT, False)
     assert commands == [(rank, ReconfigureDistributedRequest(4, [0, 1], 6)) for rank in (0, 1)]
     assert waves.broken(3) == [], "its message comes after all"
+
+
+@pytest.mark.parametrize(
+    ("epoch", "phase", "is_told"),
+    [
+        pytest.param(2, Phase.STOPPED, True, id="waits for the next wave of its group"),
+        pytest.param(2, Phase.RUNNING, True, id="is inside a step of its group"),
+        pytest.param(2, Phase.STANDALONE, False, id="needs no group"),
+        pytest.param(3, Phase.OUT, False, id="has left its group"),
+        pytest.param(0, Phase.OUT, False, id="was in no group yet"),
+    ],
+)
+def test_an_engine_that_was_removed_leaves_its_group(epoch, phase, is_told) -> None:
+    """The command of the change did not reach it. Its rank may belong to another engine by now."""
+    waves = WaveCoordinator(3, 5, ranks=(0, 1), target_ranks=(0, 1), number=9)
+    command = waves.left_out(epoch, phase)
+    assert command == (ReconfigureDistributedRequest(3, [], 5, coordinator=9) if is_told else None)
+    if command is not None:
+        member = WaveMember(1, 1, 1, epoch=epoch, phase=phase, ranks=(0, 1))
+        assert member.reconfigure(command) and member.phase is Phase.OUT
+        assert member.ranks == (), "it does not wait for the others of its old group"
