@@ -397,7 +397,10 @@ class ClusterManager:
                 epoch, self._view = now.view.roster.epoch, now.view
                 await self._on_membership(now)
             except Exception as error:
-                self._log.error("cannot read the roster", error=f"{type(error).__name__}: {error}")
+                self._log.error(
+                    "cannot follow the roster", error=f"{type(error).__name__}: {error}"
+                )
+                epoch = -1  # what was not done must not wait for another roster
                 await asyncio.sleep(_PAUSE_S)
                 await self._reopen_coordinator()
 

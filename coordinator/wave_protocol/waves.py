@@ -40,8 +40,8 @@ The rules. An *epoch* is one fixed group of engines; a *wave* is one period of s
     implies an epoch or a wave, it counts like the lost message. This does not hold for a pause,
     which may be an older one: the pauses of an epoch are numbered, and a paused engine answers
     its `Pause` again. If it receives a newer `Pause`, a `Resume` was lost: the others run and
-    wait for it, so it runs and votes. An engine that was removed is told to leave its group
-    when it reports: it may have missed that the others have left it.
+    wait for it, so it runs and votes. The report of an engine that was removed is answered
+    with the command to leave its group: it may have missed that the others have left it.
 10. An engine whose group is broken, or is paused for a change, needs a coordinator. If there is no
     coordinator, the engine may step by itself (`standalone_monitor.py`). It keeps its epoch but is
     in no group: it ignores everything except a newer epoch, sends no messages about waves, and its

@@ -553,7 +553,8 @@ def test_an_engine_that_reports_before_its_hello_is_requested_to_send_it(connect
 
 
 def test_an_engine_that_was_removed_learns_it_from_the_answer_to_its_report(connect_to) -> None:
-    """It was removed as silent, and its connection was lost with the command to leave the group."""
+    """The engine was removed as silent: its connection was lost with the command to leave the
+    group."""
     service, connect = connect_to
     engines = [msgspec.structs.replace(member(rank), incarnation=1 + rank) for rank in (0, 1)]
     outlets = [connect() for _ in engines]

@@ -15,9 +15,9 @@ _AGAIN_S = 2.0
 """Two heartbeats."""
 _CALL_S = 8.0
 """The time after which a step of the manager that began with a slow call through Ray is over."""
-_REPEATED_S = 5.0
+_REPEATED_S = 3.0
 """The time within which the manager has read the roster again after one of its calls has failed: it
-pauses for a second, and waits up to two heartbeats for a newer roster."""
+pauses for a second if it was that call, and else waits up to two heartbeats for a newer roster."""
 _LATE_S = 5.0
 """The time within which lost or slow packets have arrived."""
 

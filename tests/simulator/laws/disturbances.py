@@ -102,7 +102,8 @@ class Disturbances:
 
     def look(self, engines: list[SimEngine]) -> None:
         """Records disturbances. A decision about an engine cannot be carried out while Ray's GCS is
-        unavailable or the manager does not act, so an engine stays excused during that time."""
+        unavailable or the manager does not act, or while the manager waits for other engines that
+        join with it, so an engine stays excused during that time."""
         now = self._kernel.now
         for process in [each for each, _ in self._plane.coordinators if each.alive]:
             self._coordinators[process] = self._coordinators.get(process, (now, now))[0], now
@@ -114,8 +115,18 @@ class Disturbances:
                 if is_late or self.is_disturbed(engine):
                     self._missed[engine.process] = now
             is_postponed = self._plane.ray.away or not self._calm.manager_acts
+            is_postponed = is_postponed or self._is_called_off(engine)
             if (is_postponed and self.is_excused(engine)) or self.is_disturbed(engine):
                 self._note(engine)
+
+    def _is_called_off(self, engine: SimEngine) -> bool:
+        """Returns whether the coordinator has called off the join of the engine, and the manager
+        does not know it yet: it learns the result of all engines that join at once together."""
+        handle = self._plane.manager.manager._fleet.starting.get(engine.rank)
+        if handle is None or not handle.in_transition or self._plane.coordinator is None:
+            return False
+        is_own = engine.process.name.startswith(f"{handle.name}.")
+        return is_own and engine.rank in self._plane.coordinator._state_machine.called_off
 
     def _note_reached(self, engine: SimEngine) -> None:
         if engine.server is None:

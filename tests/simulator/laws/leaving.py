@@ -9,7 +9,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.control.engines.engine_handle import EngineHandle
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import UpgradeStage
-from swell.coordinator.roster import Member, MemberState
+from swell.coordinator.roster import Member, MemberState, Roster
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
 from tests.simulator.control_plane import DRAIN_TIMEOUT_S, HEARTBEAT_S, ControlPlane
 from tests.simulator.laws.calm import Calm, Durations
@@ -70,21 +70,28 @@ class LeavingWatch:
         number of requests of operators at that time."""
         self._unmarkable: dict[SimManager, float] = {}
         """For how many seconds no coordinator has acted under the newest manager."""
+        self._unmarked_s: dict[int, float] = {}
+        """For how many seconds each leaving engine could not be marked, because no coordinator
+        acted; by incarnation."""
         self._restarted: dict[int, float] = {}
-        """When the drains of these engines started again, because no record was stored; by
-        incarnation."""
+        """When the drains of these engines started again, because no record was stored, or because
+        they had left and joined again; by incarnation."""
+        self._detached: set[int] = set()
+        """The incarnations that were detached, until they join again."""
         plane.on_decided_keep.append(self._on_decided_keep)
         plane.on_keep.append(self._on_keep)
         self._named: set[str] = set()
         """The engines that an operator has taken out by their rank, by name."""
         plane.on_leave.append(self._on_leave)
         plane.on_detach.append(self._on_detach)
+        plane.on_roster.append(self._on_roster)
         plane.on_answer.append(self._on_answer)
 
     def look(self) -> None:
         coordinator, manager = self._plane.coordinator, self._plane.manager
         waited_s = self._unmarkable.get(manager, 0.0)
         self._unmarkable = {manager: waited_s + (not self._calm.coordinator_acts) * LOOK_S}
+        self._note_unmarked()
         if coordinator is not None and self._calm.coordinator_acts and self._calm.manager_acts:
             self._note_records()
             self._look_at_deadlines()
@@ -133,6 +140,16 @@ class LeavingWatch:
         for member in () if coordinator is None else coordinator.members:
             if member.rank in ranks:
                 self._deadlines.pop(member.incarnation, None)
+                self._detached.add(member.incarnation)
+
+    def _on_roster(self, before: Roster, after: Roster, _kept: frozenset[int]) -> None:
+        """Notes engines that join again after they have left, perhaps because their manager was
+        lost before it could end them. If they have to leave, they have the whole drain time."""
+        for member in after.members if self._detached else ():
+            is_new = before.find(member.rank, member.incarnation) is None
+            if is_new and member.incarnation in self._detached:
+                self._detached.discard(member.incarnation)
+                self._restarted[member.incarnation] = self._plane.kernel.now
 
     def _reason_to_leave(self) -> object:
         """Returns what may make engines leave; None: it may change without a request."""
@@ -165,9 +182,22 @@ class LeavingWatch:
 
     # ---------------------------------------------------------------- a drain ends in time
 
+    def _note_unmarked(self) -> None:
+        """Adds the time without a coordinator that acts: the drain time of an engine begins when a
+        coordinator marks it."""
+        if self._calm.coordinator_acts:
+            return
+        for handle in self._plane.manager.manager._fleet.engines.values():
+            if handle.leaving and not handle.is_marked:
+                incarnation = _incarnation(handle)
+                waited_s = self._unmarked_s.get(incarnation, 0.0)
+                self._unmarked_s[incarnation] = waited_s + LOOK_S
+
     def _note_records(self) -> None:
         """Notes the drains that start again at a manager that has found no record of them: at
-        once, or when their engine is a member again."""
+        once, or when their engine is a member again. So does a drain whose record was stored
+        before the coordinator knew it: drain time begins when the coordinator knows it, and the
+        manager may be lost before it stores the next record."""
         manager, now = self._plane.manager, self._plane.kernel.now
         fleet, stored = manager.manager._fleet, manager.manager._checkpoints._saved.drains
         leaving = [handle for handle in fleet.engines.values() if handle.leaving]
@@ -181,7 +211,7 @@ class LeavingWatch:
             begun_at = now if process is None else self._watch.leaving.get(process, now)
             if begun_at < self._followed_at:
                 self._restarted[incarnation] = now
-        known = {(record.name, record.next_version) for record in stored}
+        known = {(each.name, each.next_version) for each in stored if not each.unmarked_s}
         self._is_stored = {
             _incarnation(handle): handle.drain is not None
             and (handle.drain.name, handle.drain.next_version) in known
@@ -247,7 +277,8 @@ class LeavingWatch:
             self._plane.operator.changed_at,
             self._restarted.get(_incarnation(handle), 0.0),
         )
-        return since + DRAIN_TIMEOUT_S / self._watch.slowest_clock
+        unmarked_s = self._unmarked_s.get(_incarnation(handle), 0.0)
+        return since + unmarked_s + DRAIN_TIMEOUT_S / self._watch.slowest_clock
 
     def _is_idle(self, engine: SimEngine, member: Member) -> bool:
         if engine.server is None or engine.has_work or not engine.process.runs:

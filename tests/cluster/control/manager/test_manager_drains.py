@@ -92,3 +92,31 @@ def test_a_drain_outlives_a_manager_that_is_lost_while_it_takes_over() -> None:
         assert harness.coordinator.roster.ranks == [1]
 
     run(scenario, data=2, drain_timeout_s=5)
+
+
+def test_a_failed_correction_of_the_roster_is_repeated_after_a_pause() -> None:
+    """The manager keeps a leaving engine, and the coordinator does not answer twice: the manager
+    reads the roster again after a second, although it has not changed."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        harness.coordinator.reports[1] = busy(1)
+        await harness.manager.scale(1)
+        await asyncio.sleep(1.0)
+        assert harness.active == [0]
+        cancel_leave, clock = harness.coordinator.cancel_leave, asyncio.get_running_loop()
+        failed_at: list[float] = []
+
+        async def fail_twice(ranks: list[int]) -> None:
+            if len(failed_at) < 2:
+                failed_at.append(clock.time())
+                raise ActorUnavailable("the connection broke")
+            await cancel_leave(ranks)
+
+        harness.coordinator.cancel_leave = fail_twice  # type: ignore[method-assign]
+        await harness.manager.scale(2)
+        while harness.active != [0, 1]:
+            await asyncio.sleep(0.1)
+        assert clock.time() - failed_at[-1] < 1.5
+
+    run(scenario, data=2, heartbeat_s=1.0)
