@@ -335,6 +335,7 @@ def test_the_kernels_package_file_is_empty() -> None:
         ("tests.gpu.test_engine", ["ray", "llguidance", "prometheus_client", "hypothesis"]),
         ("swell.kernels", ["torch"]),
         ("swell.configs.schema", ["torch", "ray", "zmq"]),
+        ("swell.configs.quantization.declaration", ["torch", "ray", "transformers"]),
     ],
 )
 def test_an_import_does_not_load_heavy_libraries(modules: str, absent: list[str]) -> None:

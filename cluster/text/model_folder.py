@@ -6,6 +6,7 @@ Every check raises ConfigError with one line: the problem, the value, the limit,
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from swell.configs.files.bounded_files import (
 )
 from swell.configs.files.model_path import local_folder
 from swell.configs.files.sharded_index import INDEX_NAME, check_sharded, is_sharded
+from swell.configs.quantization.declaration import Declaration, find_declaration
 from swell.configs.schema import Config, ConfigError
 
 _WEIGHTS = "model.safetensors"
@@ -50,12 +52,11 @@ def check(config: Config) -> None:
             f"{folder / 'config.json'} has neither 'architectures' nor "
             "'model_type'; copy it from the original model"
         )
+    quantization = _find_quantization(path, model, folder)
     if is_sharded(config.model):
         check_sharded(config)
-    elif config.model.load_format != "dummy" and not model_path.is_gguf(
-        path
-    ):  # its header was checked
-        _check_weights(folder)
+    elif _has_weights(config.model.load_format, path):
+        _check_weights(folder, quantization)
     _check_split(config, model)
     read_generation_config(config.model)
     load_model_eos_token_ids(path)
@@ -78,10 +79,10 @@ def _check_draft_model(config: Config) -> None:
         return
     try:
         _refuse_folder_of_gguf(folder)
-        _read_json(folder / "config.json", "a model folder holds one")
-        is_read = small.load_format == "dummy" or model_path.is_gguf(small.path)
-        if not is_read and not (folder / INDEX_NAME).is_file():
-            _check_weights(folder)
+        model = _read_json(folder / "config.json", "a model folder holds one")
+        quantization = _find_quantization(small.path, model, folder)
+        if _has_weights(small.load_format, small.path) and not (folder / INDEX_NAME).is_file():
+            _check_weights(folder, quantization)
     except ConfigError as error:
         raise ConfigError(f"drafts.model={small.path!r}: {error}", "drafts.model") from None
 
@@ -110,17 +111,41 @@ def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dic
     return data
 
 
-def _check_weights(folder: Path) -> None:
+def _has_weights(load_format: str, path: str) -> bool:
+    """Whether a model's folder must have weights; the header of a GGUF file was already checked."""
+    return load_format != "dummy" and not model_path.is_gguf(path)
+
+
+def _find_quantization(path: str, model: dict[str, Any], folder: Path) -> Declaration | None:
+    """Returns how a checkpoint is quantized. Raises ConfigError for what the loader would
+    refuse."""
+    try:
+        return find_declaration(path, model, folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_weights(folder: Path, quantization: Declaration | None) -> None:
+    names = _check_files(folder)
+    if quantization is not None:
+        try:
+            quantization.refuse_tensors(names)
+        except ValueError as error:
+            raise ConfigError(f"{folder}: {error}") from None
+
+
+def _check_files(folder: Path) -> Collection[str]:
+    """Checks the files with the weights. Returns the names of the tensors."""
     if (folder / _WEIGHTS).is_file():
-        _check_whole(folder / _WEIGHTS)
-        return
+        return _check_whole(folder / _WEIGHTS)
     if not (folder / _INDEX).is_file():
         raise ConfigError(
             f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
             "model.load_format=dummy to run with random weights"
         )
     index = _read_json(folder / _INDEX, "it lists the weight shards", MAX_INDEX_BYTES)
-    shards = set(index.get("weight_map", {}).values())
+    weight_map: dict[str, str] = index.get("weight_map", {})
+    shards = set(weight_map.values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())
     if missing:
         raise ConfigError(
@@ -129,11 +154,12 @@ def _check_weights(folder: Path) -> None:
         )
     for shard in sorted(shards):
         _check_whole(folder / shard)
+    return weight_map.keys()
 
 
-def _check_whole(path: Path) -> None:
+def _check_whole(path: Path) -> Collection[str]:
     """Checks the length that a safetensors file states: 8 bytes, which hold the length of the
-    header, then the header and the tensors."""
+    header, then the header and the tensors. Returns the names of the tensors."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             size_bytes = os.fstat(file.fileno()).st_size
@@ -156,6 +182,7 @@ def _check_whole(path: Path) -> None:
             f"{path} is damaged: it has {size_bytes} bytes, and its header says {whole_bytes}; "
             "copy it there again"
         )
+    return [name for name in header if name != "__metadata__"]
 
 
 def _check_split(config: Config, model: dict[str, Any]) -> None:

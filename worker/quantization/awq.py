@@ -9,9 +9,7 @@ The outputs within a word are interleaved: from the lowest bits, they are 0, 2, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -25,7 +23,7 @@ from swell.worker.quantization.grouped_matrix import (
     slice_of,
 )
 from swell.worker.quantization.packing import unpack_integers
-from swell.worker.quantization.scheme import Scheme, refuse_values
+from swell.worker.quantization.scheme import Scheme
 
 ALL = slice(None)
 PER_WORD = 8
@@ -35,12 +33,6 @@ class Awq(Scheme):
     """The method `awq`, with the layout of the version `gemm`."""
 
     parts = dict.fromkeys((".qweight", ".qzeros", ".scales"), ".weight")
-
-    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
-        super().__init__(method, config)
-        refuse_values(config, {"bits": (4,), "w_bit": (4,), "zero_point": (True,)})
-        layout = ("gemm",)
-        refuse_values(config, {"version": layout, "format": layout, "backend": ("autoawq",)})
 
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
         return AwqMatrix(name, self.method, parts)

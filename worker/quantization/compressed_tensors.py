@@ -15,14 +15,11 @@ matrices, each with its own format.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from swell.configs.quantization.methods import ModuleGroup
 from swell.worker.checkpoint.checkpoint import StoredTensor
 from swell.worker.checkpoint.safetensors_files import FLOATS
 from swell.worker.quantization.fp4 import Fp4Matrix
@@ -37,21 +34,11 @@ from swell.worker.quantization.grouped_matrix import (
     slice_of,
 )
 from swell.worker.quantization.packing import unpack_integers
-from swell.worker.quantization.scheme import Scheme, block_size, integer, mapping, refuse_values
+from swell.worker.quantization.scheme import Scheme
 
 ALL = slice(None)
-FORMATS = (
-    *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
-    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision"),
-)
-ORDERED, UNORDERED = ("group", "dynamic", True), ("weight", "static", False)
-"""Values of `actorder`: with the first ones, inputs have any groups."""
 BITS = (2, 4, 8)
 """Bits of packed integers, which then never cross the border of a word."""
-
-
-FUSED = ("weight_input", "weight_output")
-"""Locations of transforms that the stored weights already contain."""
 
 
 class CompressedTensors(Scheme):
@@ -63,14 +50,6 @@ class CompressedTensors(Scheme):
         ".weight",
     )
 
-    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
-        super().__init__(method, config)
-        refuse_values(config, {"format": FORMATS})
-        refuse_values(mapping(config, "sparsity_config"), {"format": ("dense",)})
-        _refuse_online(mapping(config, "transform_config"))
-        groups = mapping(config, "config_groups")
-        self._groups = [_ModuleGroup.of(mapping(groups, name)) for name in groups]
-
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
         group = self._group_of(name.removesuffix(".weight"))
         if ".weight_packed" not in parts:
@@ -81,92 +60,19 @@ class CompressedTensors(Scheme):
             return Fp4Matrix(name, self.method, parts)
         return PackedMatrix(name, self.method, parts, group)
 
-    def _group_of(self, module: str) -> _ModuleGroup:
+    def _group_of(self, module: str) -> ModuleGroup:
         """Returns the group that names a module, otherwise the first that names a class of
         modules."""
-        for group in self._groups:
+        groups: tuple[ModuleGroup, ...] = self.declared.values
+        for group in groups:
             if group.names(module):
                 return group
-        of_classes = (group for group in self._groups if group.has_class)
-        return next(of_classes, _ModuleGroup((), 0, -1, None, ()))
-
-
-def _refuse_online(transforms: Mapping[str, Any]) -> None:
-    """Raises `ValueError` for a transform that is not fused into the weights: it would have to be
-    applied to activations."""
-    groups = mapping(transforms, "config_groups")
-    for name in groups:
-        applied = mapping(groups, name).get("apply")
-        for each in applied if isinstance(applied, list) else [applied]:
-            location = each.get("location") if isinstance(each, Mapping) else None
-            if location not in FUSED:
-                raise ValueError(
-                    f"transform_config: location={location!r} of {name} (supported: "
-                    f"{', '.join(FUSED)}, which are fused into the weights)"
-                )
-
-
-@dataclass(frozen=True)
-class _ModuleGroup:
-    """Modules with the same format."""
-
-    targets: tuple[str | re.Pattern[str], ...]
-    """Names of modules, patterns of names, and classes."""
-    bits: int
-    group_size: int
-    """-1: one group has all inputs."""
-    block: tuple[int, int] | None
-    needed: tuple[str, ...]
-    """The suffixes of tensors that each of their matrices has."""
-
-    @classmethod
-    def of(cls, declared: Mapping[str, Any]) -> _ModuleGroup:
-        """Raises `ValueError` for values that are not supported."""
-        refuse_values(declared, {"format": FORMATS})
-        refuse_values(mapping(declared, "weights"), {"actorder": (*ORDERED, *UNORDERED)})
-        targets, weights = declared.get("targets") or [], mapping(declared, "weights")
-        if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
-            raise ValueError(f"targets={targets!r} (names are expected)")
-        try:
-            found = [
-                re.compile(target.removeprefix("re:")) if target.startswith("re:") else target
-                for target in targets
-            ]
-        except re.error as error:
-            raise ValueError(f"targets={targets!r} ({error})") from None
-        return cls(
-            targets=tuple(found),
-            bits=integer(weights, "num_bits") or 0,
-            group_size=integer(weights, "group_size") or -1,
-            block=block_size(weights, "block_structure"),
-            needed=_needed(weights),
-        )
-
-    @property
-    def has_class(self) -> bool:
-        return any(isinstance(each, str) and each.isidentifier() for each in self.targets)
-
-    def names(self, module: str) -> bool:
-        """Whether a target names the module. Within a wrapper, a module may have a longer name."""
-        return any(
-            f".{module}".endswith(f".{target}")
-            if isinstance(target, str)
-            else target.match(module) is not None
-            for target in self.targets
-        )
-
-
-def _needed(weights: Mapping[str, Any]) -> tuple[str, ...]:
-    if weights.get("type") == "float":
-        return ()
-    order = weights.get("actorder")
-    is_ordered = (order.lower() if isinstance(order, str) else order) in ORDERED
-    zeros = (".weight_zero_point",) if weights.get("symmetric") is False else ()
-    return (*zeros, ".weight_g_idx") if is_ordered else zeros
+        of_classes = (group for group in groups if group.has_class)
+        return next(of_classes, ModuleGroup())
 
 
 class PackedMatrix(GroupedMatrix):
-    def __init__(self, name: str, method: str, parts: Parts, group: _ModuleGroup) -> None:
+    def __init__(self, name: str, method: str, parts: Parts, group: ModuleGroup) -> None:
         super().__init__(name, method, parts, group.needed)
         self._group = group
 

@@ -1,18 +1,13 @@
-"""Finds out how a checkpoint is quantized; refuses methods that are not supported.
-
-A checkpoint declares it in config.json, in the config of one of its parts, or in another file of
-its folder. A matrix of an undeclared quantization is refused when it is read, by its type.
-"""
+"""Finds the scheme of a checkpoint's quantized matrices, and builds models as if it had none."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, parse_json, read_file
+from swell.configs.quantization.declaration import KEYS, find_declaration
 from swell.worker.quantization.scheme import Scheme
 
 SCHEMES = {
@@ -26,51 +21,16 @@ SCHEMES = {
 }
 """Method -> "module:Class"."""
 
-KEYS = ("quantization_config", "compression_config", "quantization", "quant_config")
-"""Keys of config.json, or of the config of one of its parts."""
-
-FILES = {
-    "quantize_config.json": "gptq",
-    "quant_config.json": "awq",
-    "hf_quant_config.json": "modelopt",
-    "quanto_qmap.json": "quanto",
-    "quant_model_description.json": "modelslim",
-}
-"""File in the folder of config.json -> the method whose tools write it."""
-
-METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
-
-WAY_OUT = (
-    "serve the checkpoint from which it was made, in bfloat16, float16 or float32, or a copy in "
-    f"one of the formats {', '.join(SCHEMES)}"
-)
-SHOWN_CHARS = 200
-
 
 def find_scheme(path: str, config: Mapping[str, Any], folder: Path | None) -> Scheme | None:
-    """Returns the scheme of a model's quantized matrices; None if it declares no quantization.
-
-    `path`: the model's name in errors; `config`: the content of config.json; `folder`: where the
-    other files are, if they are local. Raises `ValueError` for what is not supported.
-    """
-    for where, value in (*_in_config(config), *(_in_files(folder) if folder else ())):
-        method = _method(where, value)
-        place = SCHEMES.get(method)
-        if place is None:
-            raise ValueError(
-                f"model {path!r} is quantized ({_named(where, value)}): {where}={_shown(value)} is "
-                f"not supported; {WAY_OUT}. If its weights are not quantized, remove {where}"
-            )
-        module, _, name = place.partition(":")
-        try:
-            scheme: Scheme = getattr(import_module(module), name)(method, value)
-            return scheme
-        except ValueError as error:
-            raise ValueError(
-                f"model {path!r} is quantized ({method}), but its {where} has a value that is not "
-                f"supported: {error}; {WAY_OUT}"
-            ) from None
-    return None
+    """Returns the scheme of a model's quantized matrices; None if it declares no quantization. For
+    the arguments, and for what is refused with a `ValueError`, see `find_declaration`."""
+    declared = find_declaration(path, config, folder)
+    if declared is None:
+        return None
+    module, _, name = SCHEMES[declared.method].partition(":")
+    scheme: Scheme = getattr(import_module(module), name)(declared)
+    return scheme
 
 
 def without_quantization(hf_config: Any) -> None:
@@ -92,64 +52,3 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
         key: plain_config(value) if isinstance(value, Mapping) else value
         for key, value in kept.items()
     }
-
-
-def _in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    parts = {"": config}
-    parts.update((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))
-    for prefix, part in parts.items():
-        for key in KEYS:
-            if value := part.get(key):
-                yield prefix + key, value
-
-
-def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
-    for name in FILES:
-        file = folder / name
-        if not file.is_file():
-            continue
-        try:
-            value = parse_json(read_file(file, MAX_CONFIG_BYTES))
-        except (OSError, ValueError):
-            value = "a file that cannot be read"
-        if _is_quantized(value):
-            yield name, value
-
-
-def _is_quantized(value: Any) -> bool:
-    """Whether a file names a method. ModelOpt also writes a file with a null method for unquantized
-    weights."""
-    inner = value.get("quantization") if isinstance(value, Mapping) else None
-    if isinstance(inner, Mapping) and "quant_algo" in inner:
-        return bool(inner["quant_algo"])
-    return bool(value)
-
-
-def _method(where: str, value: Any) -> str:
-    """Returns the method that a declaration names; '' if it names none."""
-    if not isinstance(value, Mapping):
-        return ""
-    named = value.get("quant_method")
-    if isinstance(named, str):
-        return "modelopt" if named.lower().startswith("modelopt") else named.lower()
-    return "modelopt" if "quant_algo" in value else FILES.get(where, "")
-
-
-def _named(where: str, value: Any) -> str:
-    """Returns how a declaration describes the method, for people."""
-    if not isinstance(value, Mapping):
-        return FILES.get(where, str(value))
-    inner = value.get("quantization")
-    for level in (value, inner if isinstance(inner, Mapping) else {}):
-        for key in METHOD_KEYS:
-            if level.get(key):
-                return f"{key} {str(level[key])!r}"
-    if where in FILES:
-        return FILES[where]
-    bits = value.get("bits")
-    return f"{bits} bits" if bits else "method not named"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

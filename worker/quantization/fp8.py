@@ -10,9 +10,8 @@ row); compressed-tensors and modelopt use the same tensors.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from swell.worker.quantization.grouped_matrix import (
     slice_of,
 )
 from swell.worker.quantization.packing import scale_values
-from swell.worker.quantization.scheme import Scheme, block_size, refuse_values
+from swell.worker.quantization.scheme import Scheme
 
 FLOATS = ("F8_E4M3", "F8_E5M2")
 INTEGERS = ("I8",)
@@ -39,13 +38,8 @@ class Fp8(Scheme):
 
     parts = {".weight_scale_inv": ".weight", ".weight_scale": ".weight", ".weight": ".weight"}
 
-    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
-        super().__init__(method, config)
-        refuse_values(config, {"expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3")})
-        self._block = block_size(config, "weight_block_size")
-
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
-        return ScaledMatrix(name, self.method, parts, self._block)
+        return ScaledMatrix(name, self.method, parts, self.declared.values.block)
 
 
 class ScaledMatrix(GroupedMatrix):

@@ -11,13 +11,11 @@ and still declare the first version; the stored value says which.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
+from swell.configs.quantization.methods import GPTQ_BITS, GptqValues
 from swell.worker.checkpoint.checkpoint import StoredTensor
 from swell.worker.checkpoint.safetensors_files import FLOATS
 from swell.worker.quantization.grouped_matrix import (
@@ -29,12 +27,9 @@ from swell.worker.quantization.grouped_matrix import (
     slice_of,
 )
 from swell.worker.quantization.packing import unpack_integers
-from swell.worker.quantization.scheme import Scheme, integer, refuse_values
+from swell.worker.quantization.scheme import Scheme
 
 ALL = slice(None)
-BITS = (2, 3, 4, 8)
-VERSION_KEYS = ("checkpoint_format", "format")
-"""Keys that name the version of the format, the first of them first."""
 
 
 class Gptq(Scheme):
@@ -42,38 +37,12 @@ class Gptq(Scheme):
 
     parts = dict.fromkeys((".qweight", ".qzeros", ".scales", ".g_idx"), ".weight")
 
-    def __init__(self, method: str, config: Mapping[str, Any]) -> None:
-        super().__init__(method, config)
-        versions = dict.fromkeys(VERSION_KEYS, ("gptq", "gptq_v2"))
-        refuse_values(config, {"bits": BITS, "is_marlin_format": (False,), **versions})
-        version = next((config[key] for key in VERSION_KEYS if config.get(key)), "gptq")
-        self._declared = _Declared(
-            bits=integer(config, "bits") or 0,
-            group_size=integer(config, "group_size") or -1,
-            is_symmetric=bool(config.get("sym")),
-            is_second_version=version.lower() == "gptq_v2",
-            is_ordered=bool(config.get("desc_act")),
-        )
-
     def matrix(self, name: str, parts: Parts) -> StoredTensor:
-        return GptqMatrix(name, self.method, parts, self._declared)
-
-
-@dataclass(frozen=True)
-class _Declared:
-    """The values of the config. Some matrices may have other bits and groups."""
-
-    bits: int
-    group_size: int
-    """-1: one group has all inputs."""
-    is_symmetric: bool
-    is_second_version: bool
-    is_ordered: bool
-    """Whether inputs are ordered by activation."""
+        return GptqMatrix(name, self.method, parts, self.declared.values)
 
 
 class GptqMatrix(GroupedMatrix):
-    def __init__(self, name: str, method: str, parts: Parts, declared: _Declared) -> None:
+    def __init__(self, name: str, method: str, parts: Parts, declared: GptqValues) -> None:
         super().__init__(name, method, parts, (".g_idx",) if declared.is_ordered else ())
         self._declared = declared
 
@@ -114,7 +83,7 @@ class GptqMatrix(GroupedMatrix):
         declared, size = self._declared.bits, self._declared.group_size
         has_order = ".g_idx" in self.parts
         inputs = self.checked(".g_idx", INDICES, None).shape[0] if has_order else 0
-        for bits in sorted(BITS, key=lambda each: each != declared):
+        for bits in sorted(GPTQ_BITS, key=lambda each: each != declared):
             columns = words * 32 // bits
             if has_order:
                 fits = columns == inputs
@@ -127,7 +96,7 @@ class GptqMatrix(GroupedMatrix):
         of_inputs = f" and {inputs} inputs" if has_order else ""
         raise self.refuse(
             f"has {words} words for each output{of_inputs}, and {groups} groups of {size}, for "
-            f"which no number of bits fits (supported: {', '.join(map(str, BITS))})"
+            f"which no number of bits fits (supported: {', '.join(map(str, GPTQ_BITS))})"
         )
 
     @cached_property

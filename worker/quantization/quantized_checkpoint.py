@@ -17,6 +17,7 @@ class QuantizedCheckpoint:
         self._parts: dict[str, dict[str, str]] = {}
         """Parameter -> suffix -> name of the stored tensor."""
         self._has_cache_scales = False
+        scheme.declared.refuse_tensors(stored.names)
         for name in stored.names:
             if name.endswith(CACHE_SCALES):
                 self._has_cache_scales = True

@@ -27,6 +27,7 @@ from swell.configs.files.sharded_index import (
     file_name,
     is_sharded,
 )
+from swell.configs.quantization.declaration import FILES as QUANTIZATION_FILES
 from swell.configs.schema import Config
 from swell.kernels.linear import FloatWeight
 from swell.worker.comm.mesh import Mesh
@@ -36,7 +37,6 @@ from swell.worker.loader import load_experts, load_weights
 from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pooling.pooler import read_model_pooling
-from swell.worker.quantization.detection import FILES as QUANTIZATION_FILES
 from swell.worker.quantization.detection import plain_config
 from swell.worker.sharded.atomic_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.loading import local_packing

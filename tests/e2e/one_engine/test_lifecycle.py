@@ -87,6 +87,11 @@ CASES = {
     "a truncated file": (truncate, "", "damaged"),
     "no safetensors": (garble, "", "not a safetensors file"),
     "no config": (lambda f: (f / "config.json").unlink(), "", "config.json"),
+    "a quantization that is not read": (
+        edit("config.json", quantization_config={"quant_method": "hqq"}),
+        "",
+        "(quant_method 'hqq'): quantization_config=",
+    ),
     "heads that do not divide": (unchanged, "parallel.tensor=3", "parallel.tensor=3"),
     "too many stages": (unchanged, "parallel.pipeline=64", "parallel.pipeline=64"),
     "too long for the model": (unchanged, "model.max_model_len=1000000", "1000000"),

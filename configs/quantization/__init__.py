@@ -1,0 +1,1 @@
+"""How checkpoints declare that they are quantized, and what is not supported."""
