@@ -81,6 +81,7 @@ class ModelConfig(Section, frozen=True):
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of the model. `auto`: a GPU if the worker's host has one, else the CPU."""
     seed: NonNegative = 0
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
@@ -146,6 +147,7 @@ class CacheConfig(Section, frozen=True):
     cache is never larger than `scheduler.max_rows` requests of `model.max_model_len` tokens can
     use."""
     prefix_caching: bool = True
+    """Whether requests reuse the KV blocks of equal prefixes."""
     session_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
     """Fraction of the KV cache in which prefixes of sessions are kept longer than those of other
     requests. Running requests may still use all of the cache."""
@@ -181,6 +183,8 @@ def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
 
 class ClusterConfig(Section, frozen=True):
     min_engines: Processes = 1
+    """The fewest engines to which operators and the autoscaler may scale. If engines share experts
+    (`parallel.expert`), each reserves memory for its part of the experts of so few engines."""
     max_engines: Processes = 64
     """The most engines that the cluster may have. If engines share experts (`parallel.expert`),
     workers on GPUs reserve memory for the exchange of tokens between all of them."""
