@@ -184,7 +184,7 @@ def check_handover(parallel: ParallelConfig, cache: CacheConfig) -> None:
 class ClusterConfig(Section, frozen=True):
     min_engines: Processes = 1
     """The fewest engines to which operators and the autoscaler may scale. If engines share experts
-    (`parallel.expert`), each reserves memory for its part of the experts of so few engines."""
+    (`parallel.expert`), each reserves memory for its share of the experts of this many."""
     max_engines: Processes = 64
     """The most engines that the cluster may have. If engines share experts (`parallel.expert`),
     workers on GPUs reserve memory for the exchange of tokens between all of them."""

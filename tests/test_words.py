@@ -53,6 +53,10 @@ PHRASES = {
     "but for": r"\bbut for\b",
     "of which": r"\bof (which|whom|those|what)\b",
     "therein": r"\b(therein|thereof|thereby|hitherto|hence|thus|save for|else than|nought)\b",
+    "again and again": r"\b(again and again|in vain|for ever)\b",
+    "somebody": r"\b(somebody|anybody|everybody)\b",
+    "so few": r"\bso few\b",
+    "sentence with Of": r"(?<=\. )Of (all|two|several|the|those|a|an|its|each|more)\b",
     "inverted clause": r"\b(nor|neither) (is|are|does|do|has|have|can)\b",
 }
 """Name -> a pattern that is not written, in any case."""
@@ -109,7 +113,11 @@ HELPER_PHRASES = {
 """Banned phrases of the names of fixtures, helper functions and classes of tests."""
 
 PAGE_PHRASES = {
-    name: PHRASES[name] for name in ("anew", "shall", "beside", "but for", "therein")
+    name: PHRASES[name]
+    for name in (
+        *("anew", "shall", "beside", "but for", "therein", "again and again", "somebody", "so few"),
+        "sentence with Of",
+    )
 } | {
     "are told": r"\b(is|are|was|were|be|been) told\b",
     "wants": r"\bwanted\b",
@@ -309,6 +317,7 @@ def test_pages_are_plain() -> None:
 def test_complaints() -> None:
     assert complaints('"""Of a request."""') == ["1: begins with 'Of': Of a request."]
     assert len(complaints("# This is no queue, which is to be seen anew.")) == 3
+    assert len(complaints("# Somebody waits in vain for so few rows. Of all, one.")) == 4
     assert complaints('"""Returns the queue. There is no other: `so many alone`."""') == []
 
 

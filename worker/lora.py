@@ -192,7 +192,7 @@ class Adapters(NoAdapters):
             torch.cuda.set_device(self._device)
         try:
             self._load(number, adapter)
-            _check_digest(adapter)  # somebody may have written the files meanwhile
+            _check_digest(adapter)  # the files may have changed meanwhile
         except Exception as error:
             for layer in self._layers:
                 layer.unload(number)

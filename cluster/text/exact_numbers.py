@@ -1,8 +1,8 @@
 """JSON numbers that no double holds, such as 0.1234567890123456789.
 
 In a JSON schema every digit of a number is a constraint on the answer. So the untyped fields of a
-body keep such a number as it was sent: an `ExactFloat`, which is a double for everybody who does
-not ask for the digits. All other numbers with a point or an exponent are read as plain floats,
+body keep such a number as it was sent: an `ExactFloat`, which is a double for all code that does
+not read its digits. All other numbers with a point or an exponent are read as plain floats,
 whose `repr` is the same number.
 """
 

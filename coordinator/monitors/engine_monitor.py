@@ -5,7 +5,7 @@ separate thread, independent of its computation, so its process does not run. A 
 three times as long to send its first message. An engine is stuck if it sends heartbeats and has
 work, but computed no layer for twice `stall_timeout_s`. A silent engine is reported at once. A
 stuck engine is reported later, because engines that compute together stop together when one of them
-becomes silent. Of the engines that are stuck together, only the one with the least progress is
+becomes silent. If several engines are stuck together, only the one with the least progress is
 reported: the others wait for it. Their last reports may have been later, so engines without
 progress for half of that time are compared, too.
 """
@@ -35,7 +35,7 @@ class EngineMonitor:
         """Engines that step together, by their newest reports."""
 
     def set_ranks(self, ranks: set[int], now: float) -> None:
-        """Monitors these engines; the time of a newcomer starts now."""
+        """Monitors these engines. The silence of an engine that is new here is counted from now."""
         self._monitor.set_subjects(ranks, now)
 
     def on_hellos(self, ranks: Iterable[int], now: float) -> None:

@@ -9,7 +9,7 @@ time, before its results are read: so the host is needed once for all of these t
 
 The tokens are the same as with single steps, because each pass is such a step. A row that has
 finished is left out of the following passes (`swell.worker.step.multi_step.RowEnds`); if the worker
-does not know that it has finished, up to `steps_per_plan` - 1 of its tokens are computed in vain.
+does not know that it has finished, up to `steps_per_plan` - 1 of its tokens are discarded.
 Like drafts, additional passes use only spare resources: neither the token budget of prompts, nor
 blocks that another request may need."""
 

@@ -20,7 +20,7 @@ from swell.kernels.reference import lora as reference
 from swell.kernels.triton import TYPES
 
 BLOCK_M = 16
-"""Tokens of a program; a product needs as many."""
+"""Tokens of a program: the smallest number that `tl.dot` accepts."""
 BLOCK_R = 16
 """Ranks of a program, or of one step of its loop."""
 BLOCK_N = 64

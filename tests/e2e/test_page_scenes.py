@@ -76,8 +76,8 @@ class Streams:
             thread.join()
 
     def one_waits(self) -> bool:
-        """Returns whether one answer has made no progress while all others began again and
-        again."""
+        """Returns whether one answer has made no progress while all others began
+        repeatedly."""
         return self._num_finished - min(self._begun_after) >= 4 * STREAMS
 
     def _run(self, thread: int) -> None:

@@ -34,7 +34,7 @@ def site() -> Iterator[Site]:
 
 @pytest.fixture
 def session() -> Iterator[Path]:
-    """A Ray session folder, accessible to everybody as Ray creates it, inside a private folder."""
+    """A session folder as Ray creates it, open to all accounts, inside a private folder."""
     private = Path(tempfile.mkdtemp(prefix="protections-", dir="/tmp"))
     for name in ("sockets", "logs"):
         (private / "ray" / "session" / name).mkdir(parents=True)

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
 ONE_KIND = "all"
-"""The kind of all layers' angles if they do not differ."""
+"""The kind of the rotary angles if they are the same in all layers."""
 
 
 class LlamaAttention(nn.Module):

@@ -119,7 +119,7 @@ class SamplerOutput:
     def _with_nans(self, max_logits: list[float], kept: list[bool] | None) -> list[int]:
         """Returns the rows of the step whose largest logits are NaN or infinite, counting only
         samples that are `kept` (None: all)."""
-        if isfinite(sum(max_logits)):  # the sum of so few floats cannot overflow
+        if isfinite(sum(max_logits)):  # a sum of max_rows floats cannot overflow
             return []
         rows = self.batch.sample_rows_np.tolist()
         counted = repeat(True, len(rows)) if kept is None else kept

@@ -1,4 +1,4 @@
-"""Observes the cluster while somebody reads, and sends what it finds to all readers.
+"""Observes the cluster while there are readers, and sends what it finds to all readers.
 
 One task observes for all of them, while a stream is open and for `LINGER_S` after the last one, so
 that a client that asks for one event at a time has rates and a log, too. The time between two

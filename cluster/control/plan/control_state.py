@@ -35,8 +35,8 @@ class ScaleRefused(ValueError):
 
 
 class Leadership(enum.Enum):
-    """Leadership of one manager. Of all managers of an application, the one that took over last
-    leads."""
+    """Leadership of one manager. If an application has several managers, the one that took over
+    last leads."""
 
     CANDIDATE = "candidate"
     """This manager has not taken over yet."""

@@ -44,8 +44,7 @@ class CheckpointStore:
         """Keys of earlier managers, to delete once this manager has written its state."""
 
     async def read(self) -> ClusterCheckpoint:
-        """Returns the state that the manager that wrote last has left; an empty one if there is
-        none."""
+        """Returns the newest stored state; an empty one if none is stored."""
         for key in reversed(await self._checkpoint_keys()):
             checkpoint = await self._read_key(key)
             if checkpoint is None:  # a successor has written its own state and removed the key

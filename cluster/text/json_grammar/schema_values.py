@@ -137,8 +137,8 @@ def decimal_of(value: float) -> Decimal:
         number = None
     if isinstance(value, ExactFloat) and (number is None or _num_digits(number) > MAX_BOUND_DIGITS):
         raise SchemaError(
-            f"has the number {shown_value(value)}, whose digits without an exponent are too many: "
-            f"at most {MAX_BOUND_DIGITS} are allowed"
+            f"has the number {shown_value(value)}, which has too many digits if it is written "
+            f"without an exponent: at most {MAX_BOUND_DIGITS} are allowed"
         )
     assert number is not None, "floats and integers are decimals"
     return number

@@ -59,8 +59,8 @@ class StopAutomaton:
                 self.found[node] = self.found[self.failure[node]]
 
     def _held_at(self, node: int) -> int:
-        """Returns the number of characters to hold back. A complete stop string that no longer one
-        continues is not held back, but its suffixes may be."""
+        """Returns the number of characters to hold back: the longest end of the text that more
+        characters could turn into a stop string."""
         while node and not self.children[node]:
             node = self.failure[node]
         return self.depths[node]

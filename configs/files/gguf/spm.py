@@ -23,10 +23,10 @@ SPACE = "▁"
 MAX_TOKEN_CHARS = 256
 """Limit for a token's length."""
 MAX_CUTS = 2**23
-"""Limit for the length of all tokens together: each has one place to split for each character. The
-largest vocabulary has some 2 000 000."""
+"""Limit for the number of characters of all tokens together: a token may be split after each of
+its characters. The largest vocabulary has about 2 000 000."""
 MAX_MERGES = 2**21
-"""Limit for the merges. The largest vocabulary has some 600 000."""
+"""Limit for the merges. The largest vocabulary has about 600 000."""
 
 
 def sentence_pieces(file: GgufFile, vocabulary: Vocabulary) -> TokenizerModel:

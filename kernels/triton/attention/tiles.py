@@ -98,11 +98,11 @@ def attend_tiles(
         fade = tl.exp2(m - shift)
         total = total * fade + tl.sum(p, 1)
         if is_quantized(v_cache.dtype.element_ty):
-            # The values are converted in registers, and the keys need these no longer.
+            # The values are converted in registers, which the keys no longer need.
             values, scales = load_vectors(
                 v_cache, v_part, index, is_key, column, queries.dtype, BLOCK_TOKENS, DIM
             )
-            # Not the weights are scaled: many would be below the smallest numbers of float16.
+            # Scaled here, since many scaled weights would be too small for float16.
             values = (values.to(tl.float32) * scales[:, None]).to(values.dtype)
         acc = tl.dot(p.to(values.dtype), values, acc * fade[:, None], input_precision="ieee")
         m = m_next

@@ -129,8 +129,8 @@ def test_pinned_blocks_stay() -> None:
 def test_answers_are_correct_under_memory_pressure(
     prompts, num_blocks, offload, depth, rows, losses
 ) -> None:
-    """Answers stay right under pressure: few prefixes that occur again and again, and hardly any
-    free blocks."""
+    """Answers stay right under pressure: few prefixes that occur repeatedly, and hardly any free
+    blocks."""
     core = make_core(
         num_blocks=num_blocks,
         max_model_len=36,

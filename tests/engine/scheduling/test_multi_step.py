@@ -50,8 +50,8 @@ def test_a_plan_yields_several_tokens(depth: int) -> None:
 
 @pytest.mark.parametrize("knows_ends", [True, False])
 def test_few_computed_tokens_are_discarded(knows_ends: bool) -> None:
-    """Little is computed in vain: at most one token fewer than a plan has, and none where the
-    worker detects the finish."""
+    """At most one token fewer than a plan has is discarded, and none if the worker detects the
+    finish."""
     long = expected(request(max_tokens=30))
     for end in range(1, 30):
         one = request(max_tokens=30, stop_token_ids=[long[end]])

@@ -234,7 +234,7 @@ def _draw_without_storage(random: Random, mix: Mix, at: float) -> Moment:
 
 
 def _draw_flap(random: Random, mix: Mix, at: float) -> Moment:
-    """Draws a link that fails again and again, while requests are sent over it."""
+    """Draws a link that fails repeatedly, while requests are sent over it."""
     kind = mix.among(("flap",))[0]
     first, time_s = random.randrange(12), random.choice((2.0, 4.0)) * (0.5 + random.random())
     faults = [

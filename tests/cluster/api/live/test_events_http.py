@@ -1,5 +1,5 @@
-"""`GET /admin/events` streams the state of the cluster, and observes it only while somebody
-reads."""
+"""`GET /admin/events` streams the state of the cluster, and observes it only while there
+are readers."""
 
 from __future__ import annotations
 

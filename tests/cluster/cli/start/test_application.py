@@ -1,4 +1,4 @@
-"""The end of the application waits for Serve, and not for ever."""
+"""The end of the application waits for Serve, but not forever."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_leftover_process_of_ray_is_stopped_with_it(
 def test_a_ray_that_does_not_stop_is_killed(
     fake: FakeRay, screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client waits for a raylet that does not answer: until it exits, or for ever."""
+    """The client waits for a raylet that does not answer: until it exits, or forever."""
     monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 0.1)
     ended = threading.Event()
 
