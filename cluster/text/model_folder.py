@@ -6,7 +6,7 @@ Every check raises ConfigError with one line: the problem, the value, the limit,
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +46,13 @@ def check(config: Config) -> None:
             raise ConfigError(f"model.path={path!r} {model_path.refusal(path)}", "model.path")
         return
     _refuse_folder_of_gguf(folder)
-    model = _read_json(folder / "config.json", "a model folder holds one")
+    model = read_json(folder / "config.json", "a model folder holds one")
     if not model.get("architectures") and not model.get("model_type"):
         raise ConfigError(
             f"{folder / 'config.json'} has neither 'architectures' nor "
             "'model_type'; copy it from the original model"
         )
-    quantization = _find_quantization(path, model, folder)
+    quantization = find_quantization(path, model, folder)
     if is_sharded(config.model):
         check_sharded(config)
     elif _has_weights(config.model.load_format, path):
@@ -60,6 +60,17 @@ def check(config: Config) -> None:
     _check_split(config, model)
     read_generation_config(config.model)
     load_model_eos_token_ids(path)
+
+
+def find_quantization(
+    path: str, model: Mapping[str, Any], folder: Path | None
+) -> Declaration | None:
+    """Returns how a checkpoint is quantized. `model`: its config.json; `folder`: the folder with
+    it, if it is local. Raises ConfigError for what the loader would refuse."""
+    try:
+        return find_declaration(path, model, folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_draft_model(config: Config) -> None:
@@ -79,8 +90,8 @@ def _check_draft_model(config: Config) -> None:
         return
     try:
         _refuse_folder_of_gguf(folder)
-        model = _read_json(folder / "config.json", "a model folder holds one")
-        quantization = _find_quantization(small.path, model, folder)
+        model = read_json(folder / "config.json", "a model folder holds one")
+        quantization = find_quantization(small.path, model, folder)
         if _has_weights(small.load_format, small.path) and not (folder / INDEX_NAME).is_file():
             _check_weights(folder, quantization)
     except ConfigError as error:
@@ -97,7 +108,8 @@ def _refuse_folder_of_gguf(folder: Path) -> None:
         )
 
 
-def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+def read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dict[str, Any]:
+    """Returns the content of a file. `why`: what the file is for. Raises ConfigError."""
     try:
         data = parse_json(read_file(path, limit_bytes))
     except FileNotFoundError:
@@ -114,15 +126,6 @@ def _read_json(path: Path, why: str, limit_bytes: int = MAX_CONFIG_BYTES) -> dic
 def _has_weights(load_format: str, path: str) -> bool:
     """Whether a model's folder must have weights; the header of a GGUF file was already checked."""
     return load_format != "dummy" and not model_path.is_gguf(path)
-
-
-def _find_quantization(path: str, model: dict[str, Any], folder: Path) -> Declaration | None:
-    """Returns how a checkpoint is quantized. Raises ConfigError for what the loader would
-    refuse."""
-    try:
-        return find_declaration(path, model, folder)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
 
 
 def _check_weights(folder: Path, quantization: Declaration | None) -> None:
@@ -143,7 +146,7 @@ def _check_files(folder: Path) -> Collection[str]:
             f"{folder} has no weights: neither {_WEIGHTS} nor {_INDEX}; copy them there, or set "
             "model.load_format=dummy to run with random weights"
         )
-    index = _read_json(folder / _INDEX, "it lists the weight shards", MAX_INDEX_BYTES)
+    index = read_json(folder / _INDEX, "it lists the weight shards", MAX_INDEX_BYTES)
     weight_map: dict[str, str] = index.get("weight_map", {})
     shards = set(weight_map.values())
     missing = sorted(shard for shard in shards if not (folder / shard).is_file())

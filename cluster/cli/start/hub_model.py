@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swell.cluster.cli.start.private_home import write_problem
+from swell.cluster.text.model_folder import find_quantization, read_json
 from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import Config, ConfigError
@@ -54,7 +55,8 @@ class HubDownload(Download):
 
 def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_S) -> Download:
     """Announce with `line` that a model comes from the hub, and request its metadata. Raises
-    ConfigError if the hub does not answer in time or lacks the model."""
+    ConfigError if the hub does not answer in time or lacks the model, and for a quantization that
+    is not supported, if the hub or its cache names it."""
     name = config.model.path
     if os.path.exists(name):
         return Download()
@@ -62,13 +64,16 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
     from huggingface_hub.errors import HFValidationError
 
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            line(f"model.path={name!r} is not a local folder: using the hub's cache")
-            return Download()
+        cached = try_to_load_from_cache(name, "config.json")
     except HFValidationError as error:
         raise ConfigError(
             f"model.path={name!r} is neither a folder nor a hub id: {error}"
         ) from None
+    if isinstance(cached, str):
+        line(f"model.path={name!r} is not a local folder: using the hub's cache")
+        file = Path(cached)
+        find_quantization(name, read_json(file, "a model has one"), file.parent)
+        return Download()
     line(f"model.path={name!r} is not a local folder: downloading it from {constants.ENDPOINT}")
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(
@@ -83,6 +88,7 @@ def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_
         )
     except Exception as error:
         raise ConfigError(f"model.path={name!r}: {_reason(error, timeout_s)}") from None
+    find_quantization(name, info.config or {}, None)
     _check_cache(Path(constants.HF_HUB_CACHE))
     total_bytes = sum(
         file.size or 0 for file in info.siblings or () if file.rfilename.endswith(_DOWNLOADED)

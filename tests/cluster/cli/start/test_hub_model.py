@@ -16,7 +16,7 @@ from swell.cluster.cli.start import hub_model
 from swell.cluster.cli.start.hub_model import HubDownload, ask_hub
 from swell.configs.schema import ConfigError, load
 
-MODEL = {
+MODEL: dict[str, object] = {
     "id": "owner/name",
     "siblings": [
         {"rfilename": "model.safetensors", "size": 2_000_000_000},
@@ -116,6 +116,35 @@ def test_an_unreachable_hub_is_reported(hub: type[Hub], monkeypatch: pytest.Monk
         ask([])
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        ask([])
+
+
+HQQ = {"model_type": "llama", "quantization_config": {"quant_method": "hqq"}}
+REFUSED = r"^model 'owner/name' is quantized \(quant_method 'hqq'\).* is not supported; serve the"
+
+
+def test_a_quantization_that_the_hub_names_is_refused_before_the_download(
+    hub: type[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODEL, "config", HQQ)
+    with pytest.raises(ConfigError, match=REFUSED):
+        ask([])
+    monkeypatch.setitem(MODEL, "config", {"quantization_config": {"quant_method": "gptq"}})
+    ask([])
+
+
+def test_a_quantization_of_a_cached_model_is_refused(hub: type[Hub], tmp_path: Path) -> None:
+    folder, commit = tmp_path / "models--owner--name", "a" * 40
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    (snapshot / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    lines: list[str] = []
+    ask(lines)
+    assert lines == ["model.path='owner/name' is not a local folder: using the hub's cache"]
+    (snapshot / "config.json").write_text(json.dumps(HQQ))
+    with pytest.raises(ConfigError, match=REFUSED):
         ask([])
 
 
