@@ -47,7 +47,7 @@ _register_hypothesis_profiles()
 def pytest_sessionstart() -> None:
     """Starts the reaper, so that processes started by tests end with this one. Also initializes
     vector math, because oracles compute in this process, some before its first engine."""
-    from swell.worker.vector_math import initialize_vector_math
+    from swell.worker.mkl_functions import initialize_vector_math
 
     reaper.start()
     tls_contexts.share()

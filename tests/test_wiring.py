@@ -77,7 +77,7 @@ OF_LIBRARIES = {
         *("disconnected", "waiting_for_100_continue", "expected_content_length", "keep_alive"),
         "chunked_encoding",
     },
-    "cluster/text/control_tokens.py": {"normalizer", "pre_tokenizer", "post_processor"},
+    "cluster/text/prompt/control_tokens.py": {"normalizer", "pre_tokenizer", "post_processor"},
     "configs/runtime/log.py": {"propagate"},
     "coordinator/transport/*": {
         *("curve_server", "curve_publickey", "curve_secretkey", "curve_serverkey", "zap_domain"),

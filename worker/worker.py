@@ -43,6 +43,7 @@ from swell.worker.memory.new_weights import ModelShape, with_weights_of
 from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.memory.profile_run import PROFILE_BLOCKS, LargestSteps, profile
 from swell.worker.memory.sleep import SleepingWeights, collect_frozen, freed_by, give_back
+from swell.worker.mkl_functions import initialize_vector_math
 from swell.worker.model_interfaces import Model, PoolingModel, moe_layers
 from swell.worker.models import build_model
 from swell.worker.moe.dp_sync import make_dp_sync
@@ -50,7 +51,6 @@ from swell.worker.moe.experts import rebalance
 from swell.worker.moe.routed_experts import RouteRecorder
 from swell.worker.pooling.pooler import Pooler, load_pooler, read_model_pooling
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
-from swell.worker.vector_math import initialize_vector_math
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
     CompileProgress,

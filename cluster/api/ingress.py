@@ -173,7 +173,7 @@ class Ingress:
         writer = ChatResponseWriter(
             *(id, model, body, params.make_parser),
             created=identity.created,
-            counter=self.services.reasoning,
+            counter=self.services.input_processor,
         )
         return await self.services.serving.answer(context, params, writer, identity)
 

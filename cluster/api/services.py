@@ -31,7 +31,6 @@ from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, Proce
 from swell.cluster.text.prompt.pooling_processor import generation_refusal, pooling_refusal
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.thread_offload import OffloadPools
-from swell.cluster.text.reasoning_tokens import ReasoningTokens
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.lora import Adapter
 from swell.configs.schema import Config
@@ -105,7 +104,6 @@ class Services:
         self.pooling = text.pooling
         self.offloads = OffloadPools()
         self.input_processor = AsyncInputProcessor(text.processor, self.offloads)
-        self.reasoning = ReasoningTokens(text.processor, self.offloads)
         self.reader = BodyReader(config.serve, self.offloads.bodies, self.metrics.ignored)
         self.llm = AsyncLLM(
             text.detokenizer, config, connect, self.metrics, text.prompts.set_limits

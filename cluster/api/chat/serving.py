@@ -34,7 +34,7 @@ from swell.cluster.text.schema.chat_messages import call_rules
 
 
 class ReasoningCounter(Protocol):
-    """Counts the tokens of reasoning texts, like `ReasoningTokens`."""
+    """Counts the tokens of reasoning texts, like `AsyncInputProcessor`."""
 
     def reasoning_tokens(self, texts: Sequence[str], most: int) -> int: ...
 

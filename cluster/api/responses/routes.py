@@ -219,7 +219,7 @@ class ResponseRoutes:
             return
         reasoning = [item for item in response.output if isinstance(item, ReasoningItem)]
         texts = [part.text for item in reasoning for part in item.content]
-        count = self._services.reasoning.reasoning_tokens_offloaded
+        count = self._services.input_processor.reasoning_tokens_offloaded
         usage.output_tokens_details.reasoning_tokens = await count(texts, usage.output_tokens)
 
     # ---------------------------------------------------------------- in the background

@@ -26,7 +26,7 @@ from swell.cluster.cli.doctor.facts import (
 )
 from swell.cluster.cli.doctor.probes import links
 from swell.cluster.cli.doctor.probes.host_facts import collect
-from swell.cluster.cli.serve_file import read_source
+from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.start import ray_settings
 from swell.cluster.cli.start.startup_error import StartupError
 from swell.configs.schema import Config, ConfigError, load

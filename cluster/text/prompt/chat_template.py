@@ -10,16 +10,16 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.prompt.control_tokens import ControlTokens, Segment
 from swell.cluster.text.prompt.history_form import (
     PROBE_CALL,
     HistoryForm,
     TemplateValues,
     find_form,
 )
+from swell.cluster.text.prompt.template_texts import Change, changed, own_segments, texts_of
 from swell.cluster.text.schema.chat_messages import ROLES, ChatMessage, ToolDefinition
-from swell.cluster.text.template_texts import Change, changed, own_segments, texts_of
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.schema import ConfigError
 

@@ -40,7 +40,7 @@ from swell.cluster.text.prompt.prompt_embeds import (
 )
 from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.thread_offload import OffloadPools
-from swell.cluster.text.prompt.truncation import TokenizeOptions
+from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.engine.wire import EngineCoreRequest, PrefixHint
@@ -348,6 +348,24 @@ class AsyncInputProcessor:
             size_bytes, lambda: self._processor.tokenize(*convert())
         )
         return token_ids
+
+    def reasoning_tokens(self, texts: Sequence[str], most: int) -> int:
+        """Returns the number of reasoning tokens in answers with `most` tokens. Tokenizes the texts
+        again, which may take long, and may yield more tokens than the model wrote: the result is at
+        most `most`."""
+        count = 0
+        for text in texts:
+            try:
+                if text:
+                    count += len(self._processor.tokenize([text], TEMPLATE_TEXT)[0])
+            except BadRequest:  # too long for a prompt
+                return most
+        return min(count, most)
+
+    async def reasoning_tokens_offloaded(self, texts: Sequence[str], most: int) -> int:
+        """Counts in the same way without delaying other requests."""
+        size = sum(map(len, texts))
+        return await self._offloads.bodies.run_sized(size, self.reasoning_tokens, texts, most)
 
 
 def _salt(request: GenerationRequest) -> str | None:

@@ -18,6 +18,7 @@ from swell.cluster.text.params.sampling_params import BadRequest, Field, bad_val
 from swell.cluster.text.params.validate_params import check_token_ids, num_utf8_bytes
 from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.prompt.generation_request import Prompt
+from swell.cluster.text.prompt.template_texts import Change, own_segments
 from swell.cluster.text.prompt.truncation import (
     MAX_TRUNCATED_BYTES,
     PLAIN_TEXT,
@@ -30,7 +31,6 @@ from swell.cluster.text.prompt.truncation import (
 from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
-from swell.cluster.text.template_texts import Change, own_segments
 from swell.cluster.text.tokens.tokenizer import encode_text
 
 CHUNK_CHARS = 64 * 1024

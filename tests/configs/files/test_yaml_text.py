@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.cli.serve_file import read_source
+from swell.cluster.cli.doctor.serve_file import read_source
 from swell.configs.files.yaml_text import (
     MAX_DEPTH,
     MAX_NODES,

@@ -14,8 +14,8 @@ from swell.cluster.cli.doctor.checks import CHECKS, Finding, passed, problem
 from swell.cluster.cli.doctor.doctor_command import Report, examine, print_report
 from swell.cluster.cli.doctor.facts import Requirements, read_requirements
 from swell.cluster.cli.doctor.probes import host_facts, ray_hosts
+from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.main import main
-from swell.cluster.cli.serve_file import read_source
 from swell.configs.schema import Config
 from tests.cluster.cli.doctor.surveys import changed, name, survey, with_host
 from tests.test_layers import ROOT

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from swell.cluster.text.control_tokens import ControlTokens
+from swell.cluster.text.prompt.control_tokens import ControlTokens
 from swell.cluster.text.prompt.prompts import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.schema.chat_messages import ChatMessage

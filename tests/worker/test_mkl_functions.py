@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from swell.configs.schema import Config, ModelConfig
-from swell.worker import vector_math, worker
+from swell.worker import mkl_functions, worker
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +22,7 @@ OF_MKL = re.compile(r"^IMPLEMENT_VML_MKL\((\w+),", re.MULTILINE)
 def test_the_functions_are_those_that_torch_leaves_to_mkl() -> None:
     assert SOURCE.exists(), "torch has moved its header: which functions does MKL compute now?"
     names = OF_MKL.findall(SOURCE.read_text())
-    assert sorted(function.__name__ for function in vector_math.FUNCTIONS) == sorted(names)
+    assert sorted(function.__name__ for function in mkl_functions.FUNCTIONS) == sorted(names)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -36,11 +36,11 @@ def test_each_function_is_called_by_one_thread(dtype: torch.dtype) -> None:
 
         return call
 
-    watching = tuple(watched(function) for function in vector_math.FUNCTIONS)
-    with patch.object(vector_math, "FUNCTIONS", watching):
-        vector_math.initialize_vector_math()
+    watching = tuple(watched(function) for function in mkl_functions.FUNCTIONS)
+    with patch.object(mkl_functions, "FUNCTIONS", watching):
+        mkl_functions.initialize_vector_math()
     # A single number is not divided among threads.
-    assert [(function, dtype, 1) for function in vector_math.FUNCTIONS] == [
+    assert [(function, dtype, 1) for function in mkl_functions.FUNCTIONS] == [
         call for call in called if call[1] == dtype
     ]
 

@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from swell.cluster.text.control_tokens import ControlTokens, Segment
 from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.prompt.control_tokens import ControlTokens, Segment
 
 Change = Callable[[str], str]
 """A change of one text of the client."""
