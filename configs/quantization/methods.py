@@ -61,19 +61,6 @@ class ModuleGroup:
     needed: tuple[str, ...] = ()
     """The suffixes of tensors that each of their matrices has."""
 
-    @property
-    def has_class(self) -> bool:
-        return any(isinstance(each, str) and each.isidentifier() for each in self.targets)
-
-    def names(self, module: str) -> bool:
-        """Whether a target names the module. Within a wrapper, a module may have a longer name."""
-        return any(
-            f".{module}".endswith(f".{target}")
-            if isinstance(target, str)
-            else target.match(module) is not None
-            for target in self.targets
-        )
-
 
 def awq(config: Mapping[str, Any]) -> None:
     refuse_values(config, {"bits": (4,), "w_bit": (4,), "zero_point": (True,)})

@@ -15,7 +15,10 @@ matrices, each with its own format.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from functools import cached_property
+from itertools import chain
 
 import torch
 
@@ -40,6 +43,9 @@ ALL = slice(None)
 BITS = (2, 4, 8)
 """Bits of packed integers, which then never cross the border of a word."""
 
+EMBEDDINGS = ("embed_tokens", "embed_in", "word_embeddings", "wte")
+"""Names of modules whose class is `Embedding`; those of other matrices are `Linear`."""
+
 
 class CompressedTensors(Scheme):
     parts = dict.fromkeys(
@@ -61,14 +67,34 @@ class CompressedTensors(Scheme):
         return PackedMatrix(name, self.method, parts, group)
 
     def _group_of(self, module: str) -> ModuleGroup:
-        """Returns the group that names a module, otherwise the first that names a class of
-        modules."""
+        """Returns the group of a module as compressed-tensors finds it, in any order of the groups:
+        by a name, otherwise by the first pattern in alphabetical order, otherwise by a class.
+        Within a wrapper a module may have a longer name than its target."""
+        places = module.split(".")
+        names = (".".join(places[i:]) for i in range(len(places)))
+        patterns = (each for each in self._patterns if each.match(module))
+        of_module = "Embedding" if places[-1] in EMBEDDINGS else "Linear"
+        classes = (of_module, *self._classes)
+        targets: Iterable[str | re.Pattern[str]] = chain(names, patterns, classes)
+        found = (self._groups[target] for target in targets if target in self._groups)
+        return next(found, ModuleGroup())
+
+    @cached_property
+    def _groups(self) -> dict[str | re.Pattern[str], ModuleGroup]:
+        """Target -> its group; if several groups have a target, the last of them."""
         groups: tuple[ModuleGroup, ...] = self.declared.values
-        for group in groups:
-            if group.names(module):
-                return group
-        of_classes = (group for group in groups if group.has_class)
-        return next(of_classes, ModuleGroup())
+        return {target: group for group in groups for target in group.targets}
+
+    @cached_property
+    def _patterns(self) -> list[re.Pattern[str]]:
+        patterns = [target for target in self._groups if isinstance(target, re.Pattern)]
+        return sorted(patterns, key=lambda each: each.pattern)
+
+    @cached_property
+    def _classes(self) -> list[str]:
+        """The targets that may be classes of modules. The stored tensors do not have these."""
+        names = [target for target in self._groups if isinstance(target, str)]
+        return sorted(each for each in names if each.isidentifier())
 
 
 class PackedMatrix(GroupedMatrix):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from contextlib import closing
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +171,37 @@ def test_kept_integers_have_the_values_of_the_matrix(kind: torch.dtype, tmp_path
         kept = tensor.read_quantized((ALL, ALL))
         assert isinstance(kept, str) == (kind == torch.float32)
         assert isinstance(kept, str) or torch.equal(kept.dequantize(torch.float32), values)
+
+
+def test_the_group_of_a_matrix_does_not_depend_on_the_order_of_groups(tmp_path: Path) -> None:
+    """compressed-tensors' rule: an exact name comes before patterns, these are tried in
+    alphabetical order, and classes come last. A wrapper puts a prefix before names."""
+    groups: dict[str, tuple[str, int, int]] = {
+        # target -> the module that it gets, and the bits and the group size of that
+        "model.layers.0.self_attn.q_proj": ("model.layers.0.self_attn.q_proj", 8, 64),
+        "re:.*attn": ("model.layers.0.self_attn.k_proj", 4, 32),
+        "re:.*proj": ("model.layers.0.mlp.up_proj", 2, 16),
+        "Embedding": ("model.embed_tokens", 8, 16),
+        "Linear": ("lm_head", 4, 64),
+    }
+    stored, values, weights = {}, {}, {}
+    for target, (module, bits, size) in groups.items():
+        weights[target] = writers.weights("int", bits, group_size=size)
+        parts, values[module] = writers.packed(matrix(64, 128, seed=module), bits=bits, group=size)
+        stored |= {module + suffix: part.contiguous() for suffix, part in parts.items()}
+    for prefix in ("", "language_model."):
+        folder = tmp_path / f"of{prefix}"
+        folder.mkdir()
+        save_file({prefix + k: part for k, part in stored.items()}, folder / "model.safetensors")
+        for order in permutations(groups):
+            declared = {
+                f"group_{i}": {"targets": [target], "weights": weights[target]}
+                for i, target in enumerate(order)
+            }
+            config = writers.compressed("pack-quantized", {}, config_groups=declared)
+            scheme = find_scheme("m", {"quantization_config": config}, folder)
+            assert scheme is not None
+            with closing(QuantizedCheckpoint(SafetensorsCheckpoint(folder), scheme)) as checkpoint:
+                for module, expected in values.items():
+                    tensor = checkpoint.tensor(f"{prefix}{module}.weight")
+                    assert torch.equal(tensor.read((ALL, ALL), torch.float32), expected), order
