@@ -14,12 +14,15 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
 
 import msgspec
+from rich import box
+from rich.live import Live
+from rich.table import Table
 
 from swell.cluster.api.admin.change_requests import ScaleRequest
 from swell.cluster.api.admin.protocol import ClusterState, ModelList
@@ -27,7 +30,6 @@ from swell.cluster.api.chat.protocol import ChatChunk
 from swell.cluster.cli.admin_commands import change_engines
 from swell.cluster.cli.child_process import ServerProcess
 from swell.cluster.cli.console import plain, print_table, short
-from swell.cluster.cli.demo_screen import open_screen
 from swell.cluster.cli.http_client import Client, ServerError, read_events
 
 _CONFIG = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -45,6 +47,10 @@ _REFRESH_S = 0.05
 _MAX_TOKENS = 120
 _WIDTH = 60
 """Characters of a prompt or a response in the summary."""
+_SHOWN_ANSWERS = 12
+"""Responses that are printed without a terminal; later ones are only counted."""
+_LINE_CHARS = 100
+"""Characters of such a response."""
 
 PROMPTS = (
     ("count from 12 to 30", ", ".join(map(str, range(12, 31)))),
@@ -111,6 +117,47 @@ class DemoRecord:
         added."""
         first, last = self.started + self.requested_s, self.started + self.grown_s
         return sum(a.began < last and a.began + a.seconds > first for a in self.answers)
+
+
+class Screen:
+    """Shows the running responses (`open`) in a table on a terminal, else the finished ones
+    (`answers`) as lines. Other output appears above the table."""
+
+    def __init__(
+        self, live: Live | None, open: Mapping[int, Answer], answers: Sequence[Answer]
+    ) -> None:
+        self._live = live
+        self._open = open
+        self._answers = answers
+        self._printed = 0
+
+    def refresh(self) -> None:
+        if self._live is not None:
+            self._live.update(self._table(), refresh=True)
+            return
+        for answer in self._answers[self._printed : _SHOWN_ANSWERS]:
+            prompt, text = plain(answer.prompt), short(plain(answer.text), _LINE_CHARS)
+            print(f"engine {answer.engines}: {prompt} -> {text}", flush=True)
+            self._printed += 1
+
+    def _table(self) -> Table:
+        caption = f"{len(self._answers)} answers so far"
+        table = Table(box=box.SIMPLE_HEAD, expand=True, caption=caption)
+        for name in ("prompt", "answer"):
+            table.add_column(name, no_wrap=True, ratio=1)
+        table.add_column("engine", justify="right", width=6)
+        for _, answer in sorted(self._open.items()):
+            table.add_row(answer.prompt, answer.text, answer.engines)
+        return table
+
+
+@contextlib.contextmanager
+def open_screen(open: Mapping[int, Answer], answers: Sequence[Answer]) -> Iterator[Screen]:
+    """Open the screen that suits standard output."""
+    terminal = sys.stdout.isatty()
+    live = Live(auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
+    with live as table:
+        yield Screen(table, open, answers)
 
 
 async def stream_answer(client: Client, model: str, answer: Answer) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routing
 from swell.cluster.api.bodies.timings import IncludeTimings
-from swell.cluster.text.json_types import JsonValue
+from swell.cluster.text.json_types import JsonSchema, JsonValue
 from swell.cluster.text.params.sampling_params import (
     BadRequest,
     Field,
@@ -38,7 +38,7 @@ class JsonSchemaFormat(RequestBody, kw_only=True):
 
     name: str
     description: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: JsonSchema | None = None
     strict: bool | None = None
 
 

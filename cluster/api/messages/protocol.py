@@ -19,6 +19,7 @@ from swell.cluster.api.messages.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.params.validate_params import (
     MAX_STOP_CHARS,
@@ -76,7 +77,7 @@ class Tool(HistoryPart, kw_only=True):
     name: str
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    input_schema: JsonSchema | None = None
     strict: bool | None = None
     """Enforce the schema also if the model itself chooses to call."""
     cache_control: Any = None
@@ -138,7 +139,7 @@ class Thinking(RequestBody, kw_only=True):
 
 class OutputFormat(RequestBody, kw_only=True):
     type: Literal["json_schema"]
-    schema: dict[str, Any]
+    schema: JsonSchema
 
 
 class OutputConfig(RequestBody, kw_only=True):

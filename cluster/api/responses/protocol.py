@@ -12,6 +12,7 @@ from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
 from swell.cluster.text.exact_numbers import encode_json
+from swell.cluster.text.json_types import JsonSchema
 from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
@@ -44,7 +45,7 @@ class TextFormat(RequestBody, kw_only=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
-    schema: dict[str, Any] | None = None
+    schema: JsonSchema | None = None
     strict: bool | None = None
 
     def check(self) -> None:

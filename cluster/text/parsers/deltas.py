@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
 
 import msgspec
+
+from swell.cluster.text.json_types import JsonSchema
 
 
 class Tool(msgspec.Struct, frozen=True):
@@ -15,7 +16,7 @@ class Tool(msgspec.Struct, frozen=True):
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] = {}
+    parameters: JsonSchema = {}
     """JSON schema of the arguments, which are an object; empty if the function takes no
     arguments."""
 

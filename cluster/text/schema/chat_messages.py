@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from swell.cluster.text.json_types import JsonObject
+from swell.cluster.text.json_types import JsonObject, JsonSchema
 from swell.cluster.text.params.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody
@@ -192,7 +192,7 @@ def _upgrade_function_call(messages: list[ChatMessage]) -> None:
 class FunctionDefinition(HistoryPart, kw_only=True):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonSchema | None = None
     """JSON schema of the arguments, which are an object; None means no arguments."""
     strict: bool | None = None
     """Whether the schema is enforced even if the model itself chooses to call."""
