@@ -59,7 +59,7 @@ def use_private_files(folder: Path, line: Callable[[str], None]) -> None:
     for name, part in _CACHES.items():
         os.environ.setdefault(name, str(folder / part))
     line(
-        f"{problem}: Ray's token{'' if kept else ' and compiled kernels'} are in {folder}, which "
+        f"{problem}: Ray's token {'is' if kept else 'and compiled kernels are'} in {folder}, which "
         "is removed at the end"
         + (
             ""
