@@ -3,7 +3,7 @@ with the documentation."""
 
 from __future__ import annotations
 
-import copy
+import json
 import re
 import subprocess
 import tomllib
@@ -27,18 +27,7 @@ CLUSTERS = {"local": "app", "aws": "app-gpu", "gcp": "app-gpu"}
 """File of `ray up` -> file of the application that it deploys."""
 DEPLOYMENTS = {"Ingress", "Manager", "Store"}
 PORT_OPTION = re.compile(r"--([a-z-]*port)=(\d+)")
-# Fields of KubeRay's API reference (v1.5) that our file may use. Only a Kubernetes cluster has the
-# whole schema of the resource: `kubectl apply --dry-run=server`.
-SERVICE_FIELDS = {"serveConfigV2", "rayClusterConfig", "serveService", "upgradeStrategy"}
-CLUSTER_FIELDS = {
-    *("rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs", "autoscalerOptions"),
-    *("enableInTreeAutoscaling", "gcsFaultToleranceOptions"),
-}
-HEAD_FIELDS = {"rayStartParams", "template", "serviceType", "headService"}
-WORKER_FIELDS = {
-    *("groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"),
-    *("idleTimeoutSeconds", "numOfHosts"),
-}
+SCHEMA = ROOT / "tests" / "data" / "kuberay_rayservice.json"
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -172,22 +161,60 @@ def test_swell_refuses_an_application_file_with_an_unknown_key() -> None:
         settings({"config": "nano", "serve.prot": 1})
 
 
-def test_a_ray_service_has_the_required_fields() -> None:
+def check_ray_service(found: dict[str, Any]) -> None:
+    """Raises ValidationError if KubeRay would refuse the file."""
+    jsonschema.validate(found, json.loads(SCHEMA.read_text()))
+
+
+def test_kuberay_accepts_the_ray_service() -> None:
     found, _ = service()
-    assert (found["apiVersion"], found["kind"]) == ("ray.io/v1", "RayService")
-    spec, ray = found["spec"], found["spec"]["rayClusterConfig"]
-    head, (worker,) = ray["headGroupSpec"], ray["workerGroupSpecs"]
-    for part, fields in (
-        (spec, SERVICE_FIELDS),
-        (ray, CLUSTER_FIELDS),
-        (head, HEAD_FIELDS),
-        (worker, WORKER_FIELDS),
-    ):
-        assert set(part) <= fields
-        parameters = part.get("rayStartParams", {})
-        assert all(isinstance(value, str) for value in parameters.values())
+    check_ray_service(found)
+    ray = found["spec"]["rayClusterConfig"]
+    (worker,) = ray["workerGroupSpecs"]
     assert ray["authOptions"] == {"mode": "token"}
     assert 1 <= worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
+
+
+@pytest.mark.parametrize(
+    ("place", "change"),
+    [
+        ("", {"serveConfig": ""}),
+        ("rayClusterConfig", {"authOptions": {"mode": "none"}}),
+        ("rayClusterConfig", {"enableAutoscaling": True}),
+        ("rayClusterConfig/headGroupSpec", {"rayStartParams": {"num-cpus": 0}}),
+        ("rayClusterConfig/workerGroupSpecs/0", {"groupName": None}),
+        ("rayClusterConfig/workerGroupSpecs/0", {"minReplicas": "2"}),
+        ("rayClusterConfig/workerGroupSpecs/0", {"template": {"spec": {"containers": []}}}),
+    ],
+)
+def test_kuberay_refuses_a_wrong_ray_service(place: str, change: dict[str, Any]) -> None:
+    found, _ = service()
+    part: Any = found["spec"]
+    for name in filter(None, place.split("/")):
+        part = part[int(name) if name.isdigit() else name]
+    part.update(change)
+    with pytest.raises(jsonschema.ValidationError):
+        check_ray_service(found)
+
+
+def test_pods_are_restricted_and_write_only_to_volumes() -> None:
+    """Each pod has the account of the image, and a read-only root file system."""
+    ray = service()[0]["spec"]["rayClusterConfig"]
+    dockerfile = (ROOT / "configs" / "docker" / "Dockerfile").read_text()
+    for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"]):
+        pod = group["template"]["spec"]
+        account = pod["securityContext"]
+        assert account["runAsNonRoot"] is True
+        assert f"USER {account['runAsUser']}:{account['runAsGroup']}\n" in dockerfile
+        (container,) = pod["containers"]
+        assert container["securityContext"] == {
+            "readOnlyRootFilesystem": True,
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        written = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert set(written) == {"/tmp", "/cache"}
+        assert {volume["name"] for volume in pod["volumes"]} == set(written.values())
 
 
 def test_traffic_reaches_only_ready_pods() -> None:
@@ -252,10 +279,3 @@ def test_pods_have_the_environment_of_hosts() -> None:
     for template in templates:
         pod = template["spec"]["containers"][0]["env"]
         assert {item["name"]: item["value"] for item in pod} == hosts
-
-
-def test_the_image_has_the_files_that_pip_needs() -> None:
-    copied = re.findall(r"^COPY (.+) \S+$", (KUBERNETES / "Dockerfile").read_text(), re.M)
-    mounts = copy.copy(cluster("local")["file_mounts"])
-    del mounts["~/.ray/auth_token"]
-    assert {name for line in copied for name in line.split()} == set(mounts.values())

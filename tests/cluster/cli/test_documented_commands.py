@@ -17,7 +17,8 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "configs" / "ray").iterdir()),
-    *sorted((ROOT / "configs" / "k8s").iterdir()),
+    *sorted((ROOT / "configs" / "k8s").rglob("*.yaml")),
+    ROOT / "configs" / "docker" / "Dockerfile",
     *sorted((ROOT / "cluster" / "cli").rglob("*.py")),
 ]
 CODE = re.compile(r"```.*?```|`[^`]+`", re.DOTALL)
