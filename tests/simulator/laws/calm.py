@@ -96,6 +96,11 @@ class Calm:
         until += self._faults.severed_until.values()
         return max(until, default=0.0) > self._kernel.now
 
+    def are_severed(self, one: Process, other: Process) -> bool:
+        """Returns whether the connection of two actors holds their messages back: they arrive
+        later, even if the sender has stopped since."""
+        return self._faults.are_severed(one, other)
+
     def were_reset(self, one: Process, other: Process) -> bool:
         """Returns whether messages between two processes may have been lost with their connection,
         or while one of them was stopped. They come again with the next heartbeat."""

@@ -127,7 +127,8 @@ class MembershipWatch:
     def _look_at_silent(
         self, coordinator: SimCoordinator, members: dict[int, Member], engines: dict[int, SimEngine]
     ) -> None:
-        """Checks that an engine from which the coordinator hears nothing is removed in time."""
+        """Checks that an engine from which the coordinator hears nothing is removed in time.
+        Reports that its connection holds back are heard when it delivers them."""
         net, process = self._plane.net, self._plane.coordinators[-1][0]
         for incarnation in members:
             engine = engines.get(incarnation)
@@ -140,6 +141,7 @@ class MembershipWatch:
                 self._heard.add(key)
             bound_s = _SILENT_S if key in self._heard else _UNHEARD_S
             is_silent = not own.alive or own.stopped or net.is_cut(own.host, process.host)
+            is_silent = is_silent and not self._calm.are_severed(own, process)
             # An engine that runs for a moment between two looks is heard.
             if self._is_over(("silent", *key, own.stops), bound_s, holds=is_silent):
                 self._break(f"{own.name} is silent, and is in the roster")
