@@ -16,8 +16,22 @@ MAX_KERNEL_LINES = 80
 MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 9
 
-TABLES = ("tests/benchmarks", "tests/conformance/peers")
+TABLES = (
+    "tests/benchmarks",
+    "tests/conformance/peers",
+    "tests/gpu_report/stages",
+    "tests/kernels",
+    "tests/kernels/triton",
+)
 """Folders that may hold more files: each file is one entry of a table, named after it."""
+CROWDED = {
+    "tests": 17,
+    "tests/engine/executor": 16,
+    "tests/faults": 16,
+    "tests/simulator/laws": 16,
+    "tests/support": 25,
+}
+"""Folder of tests above the limit -> the number of its files. The numbers only shrink."""
 PRODUCT = [name for name in FILES if not name.startswith("tests/")]
 
 
@@ -29,12 +43,15 @@ def test_no_file_is_long() -> None:
 
 def test_no_folder_has_many_files() -> None:
     """A folder without its `__init__.py` fits on a page."""
+    tests = (path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py"))
     folders = Counter(
         folder
-        for folder, _, base in (name.rpartition("/") for name in FILES)
-        if base != "__init__.py" and folder not in TABLES
+        for folder, _, base in (name.rpartition("/") for name in (*FILES, *tests))
+        if base != "__init__.py"
     )
-    assert {name: count for name, count in folders.items() if count > MAX_FOLDER_FILES} == {}
+    many = {name: count for name, count in folders.items() if count > MAX_FOLDER_FILES}
+    assert set(TABLES) <= set(many), "these fit on a page"
+    assert {name: count for name, count in many.items() if name not in TABLES} == CROWDED
 
 
 def test_each_folder_begins_with_a_docstring() -> None:
