@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
-from swell.kernels.linear import Weight
+from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.weights.quantized import PackedQuantizedTensor
 
 ALIGNMENT = 16
 """Bytes to which the weights of experts are aligned on a GPU, which loads as many at once."""
@@ -37,6 +38,7 @@ class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
     ) -> None:
         """`count`: the number of experts of the layer, E; `weights`: those held at first."""
         self._weights: dict[int, tuple[Weight, Weight]] = {}
+        self._alike: tuple[Weight, Weight] | None = None
         # [2, E] int64: the address of an expert's two weights; 0: not held. The tensor is changed
         # in place, because a captured step reads it.
         self.addresses = torch.zeros(2, count, dtype=torch.int64, device=device)
@@ -47,10 +49,12 @@ class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
 
     def __setitem__(self, expert: int, weights: tuple[Weight, Weight]) -> None:
         self._weights[expert] = weights
+        self._alike = None
         self._write_addresses(expert)
 
     def __delitem__(self, expert: int) -> None:
         del self._weights[expert]
+        self._alike = None
         self.addresses[:, expert] = 0
 
     def __iter__(self) -> Iterator[int]:
@@ -58,6 +62,25 @@ class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
 
     def __len__(self) -> int:
         return len(self._weights)
+
+    @property
+    def alike(self) -> tuple[Weight, Weight] | None:
+        """The weights of one of the experts, if those of all of them have the same types, sizes and
+        forms; otherwise, and without experts, None."""
+        weights = self._weights.values()
+        if self._alike is None and len({tuple(map(self._form, pair)) for pair in weights}) == 1:
+            self._alike = next(iter(weights))
+        return self._alike
+
+    @staticmethod
+    def _form(weight: Weight) -> tuple[object, ...]:
+        """Returns what one call for many weights needs to know of each of them."""
+        if isinstance(weight, Tensor):
+            return Tensor, weight.dtype, weight.shape
+        sizes = weight.out_features, weight.in_features
+        if isinstance(weight, PackedTensor):
+            return PackedTensor, weight.dtype, *sizes
+        return PackedQuantizedTensor, weight.dtype, *sizes, weight.form, weight.integer_activations
 
     def refresh(self) -> None:
         """Reads the addresses again, after the weights got other memory without other tensors."""
@@ -78,7 +101,7 @@ def route(
     The softmax is computed in float32; `renormalize` makes the k weights of a token sum to 1. Any
     of equal logits may be chosen. slots [T] int64, or None: a token with the slot -1 is padding
     (see `swell.kernels.inputs`), whose logits may be anything: its experts are -1 and its weights
-    0. Backends: reference, triton.
+    0. Backends: reference, cpu, triton.
     """
     return backends.get("moe", logits.device.type).route(logits, top_k, renormalize, slots)
 
@@ -93,7 +116,8 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
     for any other tokens. Otherwise its rounding depends in `reference` on how many tokens chose the
     same expert, and in `triton` only on T. It never depends on other experts or their placement. In
     `reference` the host reads how often each expert was chosen, so each call waits once for the
-    device. Backends: reference, triton.
+    device. Backends: reference, cpu (all packed experts in one call, if their forms are alike),
+    triton.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 
@@ -102,6 +126,6 @@ def combine_experts(outputs: Tensor, weights: Tensor) -> Tensor:
     """Computes sum_j weights[:, j] * outputs[:, j], j ascending: [T, k, hidden], [T, k] ->
     [T, hidden].
 
-    Computed in float32 and rounded once to the type of `outputs`. Backends: reference, triton.
+    Computed in float32 and rounded once to the type of `outputs`. Backends: reference, cpu, triton.
     """
     return backends.get("moe", outputs.device.type).combine_experts(outputs, weights)

@@ -1,6 +1,6 @@
 // Activations, with and without a gate: act(x), and act(gate) * up; and operations with one factor.
+#include "activation.h"
 #include "thread_pool.h"
-#include "vec.h"
 
 namespace {
 
@@ -51,16 +51,6 @@ void act_and_mul(const T* gate_up, T* out, int64_t rows, int64_t size) {
                  round_to<T>(ACT(load_part(gate + full, tail))) * load_part(up + full, tail), tail);
   });
 }
-
-}  // namespace
-
-struct ActivationArgs {
-  const void* x;  // [rows, size]; with a gate [rows, 2 * size]
-  void* out;
-  int64_t rows, size, is_bf16;
-};
-
-namespace {
 
 template <v8 (*ACT)(v8), bool GATED>
 void run(const ActivationArgs* a) {

@@ -92,6 +92,8 @@ class _Compiled(DispatchMode):
         if name in operations.LOOKUPS:
             with self._again():
                 return operations.record_lookup(self.step, func, args, kwargs)
+        if name in operations.CHOICES:
+            return operations.CHOICES[name](self.step, func, *args, **kwargs)
         if name in operations.REDUCTIONS:
             return operations.record_reduction(self.step, func, args, kwargs)
         if name.removesuffix("_") in operations.POINTWISE or name in operations.POINTWISE:

@@ -23,6 +23,30 @@ class PackedRows {
   const T* w_;
 };
 
+// Multiplies R rows of x by some of four rows of W, which is not packed. A sum has eight parts, for
+// every eighth k, on all processors.
+template <typename T, int R>
+void dot_products(const T* x, int64_t x_stride, const T* w, int64_t size, int64_t some, T* y,
+                  int64_t y_stride) {
+  v8 sums[R][4] = {};
+  const auto add = [&](const auto& read) {
+    v8 rows[R];
+    for (int r = 0; r < R; r++) rows[r] = read(x + r * x_stride);
+    for (int o = 0; o < 4; o++) {
+      const v8 weights = read(w + std::min<int64_t>(o, some - 1) * size);
+      for (int r = 0; r < R; r++) sums[r][o] = fused(rows[r], weights, sums[r][o]);
+    }
+  };
+  const int64_t full = size & ~int64_t(7), tail = size - full;
+  for (int64_t k = 0; k < full; k += 8) add([=](const T* from) { return load(from + k); });
+  if (tail) add([=](const T* from) { return load_part(from + full, tail); });
+  for (int r = 0; r < R; r++) {
+    v8 all = {};
+    for (int o = 0; o < 4; o++) all[o] = hsum(sums[r][o]);
+    store_part(y + r * y_stride, all, some);
+  }
+}
+
 // `panel`: the number of outputs of one panel; 1: W is not packed.
 template <typename T>
 void embedding(const int64_t* ids, const T* w, T* y, int64_t tokens, int64_t size, int64_t panel) {
@@ -61,7 +85,7 @@ struct EmbeddingArgs {
 // Returns the number of outputs of one panel.
 SWELL_API int64_t swell_linear_panel() { return kPanel; }
 
-// Calls compute(type, reader) for the type of x; see `products` for the reader.
+// Calls compute(type, reader) for the type of x; see `product_task` for the reader.
 template <typename Args, typename Compute>
 static void run(const Args* a, const Compute& compute) {
   const auto typed = [&](auto type) {
@@ -81,10 +105,43 @@ SWELL_API void swell_linear(const LinearArgs* a) {
   });
 }
 
+void grouped_linear(const GroupedRows& g) {
+  const auto typed = [&](auto type) {
+    using T = decltype(type);
+    grouped_outputs<T>(g, [&](const void* w, int64_t m, int64_t count) {
+      const T* x = static_cast<const T*>(g.x) + m * g.size;
+      return PackedRows<T>(x, g.size, count, g.size, static_cast<const T*>(w));
+    });
+  };
+  g.is_bf16 ? typed(bf16{}) : typed(float{});
+}
+
 SWELL_API void swell_linear_argmax(const LinearArgmaxArgs* a) {
   run(a, [=](auto type, const auto& reader) {
     largest_outputs<decltype(type)>(a->values, a->which, a->rows, a->size, a->outs, reader);
   });
+}
+
+struct PlainLinearArgs {
+  const void *x, *w;  // [rows, size], [outs, size]
+  void* y;
+  int64_t rows, size, outs, x_stride, is_bf16;
+};
+
+SWELL_API void swell_plain_linear(const PlainLinearArgs* a) {
+  const auto typed = [&](auto type) {
+    using T = decltype(type);
+    const auto x = static_cast<const T*>(a->x), w = static_cast<const T*>(a->w);
+    T* y = static_cast<T*>(a->y);
+    parallel_for_each((a->outs + 3) / 4, a->rows * a->size * a->outs, [=](int64_t block) {
+      const int64_t n = block * 4, some = std::min<int64_t>(4, a->outs - n);
+      const T* from = w + n * a->size;
+      for (int64_t m = 0; m < a->rows; m += 2)
+        (m + 1 < a->rows ? dot_products<T, 2> : dot_products<T, 1>)(
+            x + m * a->x_stride, a->x_stride, from, a->size, some, y + m * a->outs + n, a->outs);
+    });
+  };
+  a->is_bf16 ? typed(bf16{}) : typed(float{});
 }
 
 SWELL_API void swell_embedding(const EmbeddingArgs* a) {

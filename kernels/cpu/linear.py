@@ -137,7 +137,7 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedTensor):
         _linear(*pointers, out.data_ptr(), *sizes, used=used)
     else:
-        _quantized_linear(*pointers, out.data_ptr(), None, *sizes, *_form(weight), used=used)
+        _quantized_linear(*pointers, out.data_ptr(), None, *sizes, *members_of(weight), used=used)
     return out
 
 
@@ -158,7 +158,7 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
         _linear_argmax(x.data_ptr(), data.data_ptr(), *results, *sizes, used=used)
     else:
         _quantized_linear_argmax(
-            x.data_ptr(), data.data_ptr(), None, *results, *sizes, *_form(weight), used=used
+            x.data_ptr(), data.data_ptr(), None, *results, *sizes, *members_of(weight), used=used
         )
     return values, which
 
@@ -209,7 +209,7 @@ def gather(rows: Tensor, weight: Weight) -> Tensor:
     if isinstance(weight, PackedQuantizedTensor):
         sizes = rows.numel(), size, weight.out_features, 1, is_bf16
         _quantized_embedding(
-            *pointers, None, out.data_ptr(), None, *sizes, *_form(weight), used=used
+            *pointers, None, out.data_ptr(), None, *sizes, *members_of(weight), used=used
         )
     else:
         _embedding(*pointers, out.data_ptr(), rows.numel(), size, panel, is_bf16, used=used)
@@ -242,7 +242,7 @@ def pick_largest(values: Tensor, indices: Tensor, part: int) -> tuple[Tensor, Te
     return largest, which
 
 
-def _form(weight: PackedQuantizedTensor) -> tuple[int, ...]:
+def members_of(weight: PackedQuantizedTensor) -> tuple[int, ...]:
     """Returns the last members of `QuantizedArgs`."""
     form = weight.form
     wide_scales = form.scale_type == torch.float32

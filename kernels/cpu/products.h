@@ -28,6 +28,7 @@
 #include <immintrin.h>
 #endif
 
+#include "grouped.h"
 #include "thread_pool.h"
 #include "vec.h"
 
@@ -195,6 +196,19 @@ struct Out {
   }
 };
 
+// Like `Out`, for rows whose places in y are `at`.
+template <typename T>
+struct ScatteredOut {
+  T* y;
+  const int64_t* at;
+  int64_t stride, n, width;
+
+  void take(const float* sums, int64_t first, int64_t rows) const {
+    for (int64_t m = 0; m < rows; m++)
+      Out<T>{nullptr, y + at[first + m] * stride, stride, n, width}.take(sums + m * kPanel, 0, 1);
+  }
+};
+
 // Consumes a panel's sums by keeping only the largest one and the first panel that has it, separately
 // for each lane of a row; `best` reduces the lanes later. A NaN is never replaced.
 template <typename T>
@@ -321,47 +335,59 @@ class Rows {
   std::unique_ptr<Input[]> memory_;
 };
 
-// The split of a product into tasks: a task is one chunk of rows and some panels.
+constexpr int64_t chunks_of(int64_t rows) { return (rows + kChunk - 1) / kChunk; }
+
+// The split of a product into tasks: a task is one chunk of rows and some panels. `all_chunks`: the
+// chunks of all products that are computed together.
 struct Split {
   int64_t panels, chunks, some, groups;
 
-  Split(int64_t rows, int64_t outs)
-      : panels((outs + kPanel - 1) / kPanel), chunks((rows + kChunk - 1) / kChunk) {
-    const int64_t wanted = std::max<int64_t>(1, kTasks * num_threads() / std::max<int64_t>(1, chunks));
+  Split(int64_t rows, int64_t outs) : Split(rows, outs, chunks_of(rows)) {}
+  Split(int64_t rows, int64_t outs, int64_t all_chunks)
+      : panels((outs + kPanel - 1) / kPanel), chunks(chunks_of(rows)) {
+    const int64_t wanted =
+        std::max<int64_t>(1, kTasks * num_threads() / std::max<int64_t>(1, all_chunks));
     some = (panels + wanted - 1) / wanted;
     // Makes it even, if every thread still gets two pairs of panels.
     if (rows <= kPairRows && panels >= 4 * num_threads()) some = (some + 1) / 2 * 2;
     groups = (panels + some - 1) / some;
   }
+  int64_t tasks() const { return chunks * groups; }
 };
 
-// Calls run(m, count, group, each_panel) for each task, which has the rows m .. m + count - 1:
+// Calls run(m, count, group, each_panel) for one task, which has the rows m .. m + count - 1:
 // each_panel(output) multiplies them by the panels of that group. `reader(m, count)` returns the
 // function that multiplies these rows by one panel, or by two that are `apart`: it is called with
 // (panel, apart, whether the panel's beginning was not prefetched, outputs).
 template <typename Reader, typename Run>
+SWELL_INLINE void product_task(int64_t task, int64_t rows, int64_t outs, const Split& split,
+                               const Reader& reader, const Run& run) {
+  const int64_t group = task % split.groups;
+  const int64_t m = task / split.groups * kChunk, count = std::min(kChunk, rows - m);
+  const auto multiply_panels = reader(m, count);
+  const int64_t first = group * split.some, last = std::min(first + split.some, split.panels);
+  run(m, count, group, [&](const auto& output) {
+    const auto of = [&](int64_t panel) {
+      auto its = output;
+      its.n = panel * kPanel;
+      its.width = std::min(kPanel, outs - its.n);
+      return its;
+    };
+    const int64_t pairs = rows <= kPairRows ? (last - first) / 2 : 0;
+    for (int64_t panel = first; panel < first + pairs; panel++)
+      multiply_panels(panel, pairs, panel == first, std::array{of(panel), of(panel + pairs)});
+    for (int64_t panel = first + 2 * pairs; panel < last; panel++)
+      multiply_panels(panel, 0, panel == first, std::array{of(panel)});
+  });
+}
+
+// Computes all tasks of a product; see `product_task`.
+template <typename Reader, typename Run>
 void products(int64_t rows, int64_t size, int64_t outs, const Split& split, const Reader& reader,
               const Run& run) {
-  parallel_for(split.chunks * split.groups, rows * size * outs, [&](Tasks& tasks) {
-    for (int64_t task; (task = tasks.next()) >= 0;) {
-      const int64_t group = task % split.groups;
-      const int64_t m = task / split.groups * kChunk, count = std::min(kChunk, rows - m);
-      const auto multiply_panels = reader(m, count);
-      const int64_t first = group * split.some, last = std::min(first + split.some, split.panels);
-      run(m, count, group, [&](const auto& output) {
-        const auto of = [&](int64_t panel) {
-          auto its = output;
-          its.n = panel * kPanel;
-          its.width = std::min(kPanel, outs - its.n);
-          return its;
-        };
-        const int64_t pairs = rows <= kPairRows ? (last - first) / 2 : 0;
-        for (int64_t panel = first; panel < first + pairs; panel++)
-          multiply_panels(panel, pairs, panel == first, std::array{of(panel), of(panel + pairs)});
-        for (int64_t panel = first + 2 * pairs; panel < last; panel++)
-          multiply_panels(panel, 0, panel == first, std::array{of(panel)});
-      });
-    }
+  parallel_for(split.tasks(), rows * size * outs, [&](Tasks& tasks) {
+    for (int64_t task; (task = tasks.next()) >= 0;)
+      product_task(task, rows, outs, split, reader, run);
   });
 }
 
@@ -372,6 +398,43 @@ void outputs(const T* bias, T* y, int64_t rows, int64_t size, int64_t outs, cons
            [=](int64_t m, int64_t, int64_t, const auto& each_panel) {
              each_panel(Out<T>{bias, y + m * outs, outs, 0, 0});
            });
+}
+
+// Products of groups of rows with different weights. `reader(weight, m, count)` returns the function
+// that multiplies the rows m .. m + count - 1 of x by panels of the weight.
+template <typename T, typename Reader>
+void grouped_outputs(const GroupedRows& g, const Reader& reader) {
+  struct Tasked {
+    int64_t first;  // the number of its first task
+    Split split;
+  };
+  static thread_local std::vector<Tasked> kept;
+  int64_t chunks = 0, tasks = 0;
+  for (int64_t i = 0; i < g.groups; i++) chunks += chunks_of(g.rows_of(i));
+  kept.clear();
+  for (int64_t i = 0; i < g.groups; i++) {
+    kept.push_back({tasks, Split(g.rows_of(i), g.outs, chunks)});
+    tasks += kept.back().split.tasks();
+  }
+  const Tasked *begin = kept.data(), *end = begin + g.groups;
+  T* y = static_cast<T*>(g.y);
+  parallel_for(tasks, g.starts[g.groups] * g.size * g.outs, [&](Tasks& claimed) {
+    for (int64_t task; (task = claimed.next()) >= 0;) {
+      const auto after = [](int64_t number, const Tasked& each) { return number < each.first; };
+      const Tasked& own = *(std::upper_bound(begin, end, task, after) - 1);
+      const int64_t i = &own - begin, start = g.starts[i];
+      const auto of_group = [&](int64_t m, int64_t count) {
+        return reader(g.weights[i], start + m, count);
+      };
+      product_task(task - own.first, g.rows_of(i), g.outs, own.split, of_group,
+                   [&](int64_t m, int64_t, int64_t, const auto& each_panel) {
+                     if (g.at)
+                       each_panel(ScatteredOut<T>{y, g.at + start + m, g.outs, 0, 0});
+                     else
+                       each_panel(Out<T>{nullptr, y + (start + m) * g.outs, g.outs, 0, 0});
+                   });
+    }
+  });
 }
 
 // The largest of the products of each row, rounded to T, and the first output that has it.

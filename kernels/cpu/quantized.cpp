@@ -170,7 +170,8 @@ void dequantize_block(const Panels& panels, int64_t group, int64_t count, T* to)
 template <typename T, int Bits>
 class ExactRows {
  public:
-  ExactRows(const QuantizedArgs* a, int64_t m, int64_t count) : a_(a), count_(count) {
+  ExactRows(const QuantizedArgs* a, const void* w, int64_t m, int64_t count)
+      : a_(a), w_(w), count_(count) {
     const T* x = static_cast<const T*>(a->x) + m * a->x_stride;
     if (count <= kPairRows)
       few_.emplace(x, a->x_stride, count, a->size);
@@ -181,7 +182,7 @@ class ExactRows {
   template <typename Output, size_t P>
   void operator()(int64_t panel, int64_t apart, bool, std::array<Output, P> outs) const {
     alignas(64) float sums[P * kChunk * kPanel];
-    const Panels panels(a_->form, a_->w, a_->size, panel, apart);
+    const Panels panels(a_->form, w_, a_->size, panel, apart);
     for (int64_t k = 0; k < a_->size; k += kBlock) {
       const int64_t block = std::min(kBlock, a_->size - k), group = k / a_->form.group;
       if (few_)
@@ -209,6 +210,7 @@ class ExactRows {
   }
 
   const QuantizedArgs* a_;
+  const void* w_;
   int64_t count_;
   std::optional<Rows<T, float>> few_;
   std::optional<Rows<T>> many_;
@@ -328,13 +330,14 @@ constexpr auto kIntegerTiles =
 template <int Bits>
 class IntegerProducts {
  public:
-  IntegerProducts(const QuantizedArgs* a, const IntegerRows& x, int64_t m, int64_t count)
-      : a_(a), x_(x), m_(m), count_(count) {}
+  IntegerProducts(const QuantizedArgs* a, const void* w, const IntegerRows& x, int64_t m,
+                  int64_t count)
+      : a_(a), w_(w), x_(x), m_(m), count_(count) {}
 
   template <typename Output, size_t P>
   void operator()(int64_t panel, int64_t apart, bool cold, std::array<Output, P> outs) const {
     alignas(64) float sums[P * kChunk * kPanel];
-    const Panels panels(a_->form, a_->w, a_->size, panel, apart);
+    const Panels panels(a_->form, w_, a_->size, panel, apart);
     const int64_t tiles = (count_ + kDotRows - 1) / kDotRows, some = (count_ + tiles - 1) / tiles;
     const auto& of_rows = a_->form.group == 32   ? kIntegerTiles<Bits, 32, P>
                           : a_->form.group == 16 ? kIntegerTiles<Bits, 16, P>
@@ -360,6 +363,7 @@ class IntegerProducts {
   }
 
   const QuantizedArgs* a_;
+  const void* w_;
   IntegerRows x_;
   int64_t m_, count_;
 };
@@ -451,15 +455,19 @@ void embedding(const QuantizedArgs* a) {
   });
 }
 
-// Calls compute(type, reader) for the type of x and the way of computing; see `products` for the
+// Calls compute(type, reader) for the type of x and the way of computing; see `grouped_outputs` for the
 // reader.
 template <typename T, int Bits, typename Compute>
 void run_form(const QuantizedArgs* a, const Compute& compute) {
   if (a->integers) {
     const IntegerRows x = quantize_rows<T>(a);
-    compute(T{}, [=](int64_t m, int64_t count) { return IntegerProducts<Bits>(a, x, m, count); });
+    compute(T{}, [=](const void* w, int64_t m, int64_t count) {
+      return IntegerProducts<Bits>(a, w, x, m, count);
+    });
   } else {
-    compute(T{}, [=](int64_t m, int64_t count) { return ExactRows<T, Bits>(a, m, count); });
+    compute(T{}, [=](const void* w, int64_t m, int64_t count) {
+      return ExactRows<T, Bits>(a, w, m, count);
+    });
   }
 }
 
@@ -477,14 +485,22 @@ void run(const QuantizedArgs* a, const Compute& compute) {
 SWELL_API void swell_quantized_linear(const QuantizedArgs* a) {
   run(a, [=](auto type, const auto& reader) {
     using T = decltype(type);
-    outputs(static_cast<const T*>(a->bias), static_cast<T*>(a->y), a->rows, a->size, a->outs, reader);
+    outputs(static_cast<const T*>(a->bias), static_cast<T*>(a->y), a->rows, a->size, a->outs,
+            [&](int64_t m, int64_t count) { return reader(a->w, m, count); });
   });
+}
+
+void grouped_quantized_linear(const GroupedRows& g, const QuantizedForm& form, int64_t integers) {
+  const QuantizedArgs a{g.x,    nullptr, nullptr,   g.y,    nullptr, g.starts[g.groups],
+                        g.size, g.outs,  g.size, g.is_bf16, form,    integers};
+  run(&a, [&](auto type, const auto& reader) { grouped_outputs<decltype(type)>(g, reader); });
 }
 
 SWELL_API void swell_quantized_linear_argmax(const QuantizedArgs* a) {
   run(a, [=](auto type, const auto& reader) {
-    largest_outputs<decltype(type)>(static_cast<float*>(a->y), a->which, a->rows, a->size, a->outs,
-                                    reader);
+    largest_outputs<decltype(type)>(
+        static_cast<float*>(a->y), a->which, a->rows, a->size, a->outs,
+        [&](int64_t m, int64_t count) { return reader(a->w, m, count); });
   });
 }
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(backends.__file__).parent
 
-LEFT_BY_CPU = {"moe", "qkv"}
+LEFT_BY_CPU = {"qkv"}
 """Operations that the backend cpu leaves to the reference."""
 GPU_WITHOUT_COMPILER = (
     "torch.cuda.is_available, torch.cuda.get_device_capability = lambda: True, lambda: (9, 0)\n"

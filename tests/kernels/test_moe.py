@@ -12,8 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swell.kernels.linear import Weight, linear, pack, panel
+from swell.kernels.graph import NotCapturableError, capture
+from swell.kernels.linear import Weight, linear, pack, pack_quantized, panel
 from swell.kernels.moe import ExpertTable, combine_experts, expert_outputs, route
+from swell.kernels.reference import moe as reference
+from swell.kernels.weights.quantized import quantize
+from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
 
@@ -190,3 +194,153 @@ def test_a_row_has_the_same_bits_in_any_batch(
             rows_of(x, router, weights, top_k, renormalize, part), whole, strict=True
         ):
             assert torch.equal(got, want[part])
+
+
+# ---------------------------------------------------------------- compiled
+
+FORMS: dict[str, Any] = {
+    "floats": pack,
+    "int8": lambda weight: pack_quantized(quantize(weight, 8), weight.dtype),
+    "int4": lambda weight: pack_quantized(quantize(weight, 4), weight.dtype),
+    "int8, activations too": lambda weight: pack_quantized(quantize(weight, 8), weight.dtype, True),
+    "int4, activations too": lambda weight: pack_quantized(quantize(weight, 4), weight.dtype, True),
+}
+MANY = 1100
+"""Rows whose choices are more than are computed at a time."""
+
+
+@pytest.fixture
+def compiled() -> Any:
+    return load_backend("cpu", "moe")
+
+
+def experts_of(form: Any, dtype: torch.dtype, count: int = EXPERTS) -> ExpertTable:
+    """Returns experts with an inner size of 64 and a hidden size of 96."""
+    shapes = (2 * 64, 96), (96, 64)
+    made = {
+        expert: tuple(form(0.2 * torch.randn(*shape).to(dtype)) for shape in shapes)
+        for expert in range(count)
+    }
+    return table_of(made, EXPERTS)  # type: ignore[arg-type]
+
+
+def choices_of(kind: str, rows: int) -> Tensor:
+    """Returns the experts of each row, [rows, TOP_K]."""
+    if kind == "one expert":
+        return torch.full((rows, 1), 3)
+    chosen = torch.rand(rows, EXPERTS).topk(TOP_K).indices
+    return chosen.masked_fill(torch.rand(rows, TOP_K) < 0.4, -1) if kind == "padding" else chosen
+
+
+@pytest.mark.parametrize("kind", ["any", "one expert", "padding"])
+@pytest.mark.parametrize("rows", [0, 1, 8, 32, MANY])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_in_one_call_have_the_bits_of_single_products(
+    form: str, dtype: torch.dtype, rows: int, kind: str, compiled: Any
+) -> None:
+    """The table lacks the last expert: its terms stay unchanged, and so do those of padding."""
+    torch.manual_seed(0)
+    weights = experts_of(FORMS[form], dtype, EXPERTS - 1)
+    x, chosen = torch.randn(rows, 96).to(dtype), choices_of(kind, rows)
+    want = torch.full((*chosen.shape, 96), 7.0, dtype=dtype)
+    found = want.clone()
+    reference.expert_outputs(x, chosen, weights, want)
+    compiled.expert_outputs(x, chosen, weights, found)
+    assert torch.equal(found, want)
+    assert rows == 0 or not want.eq(7).all()
+
+
+@pytest.mark.parametrize("change", ["another form", "plain"])
+def test_experts_whose_forms_differ_are_computed_one_by_one(change: str, compiled: Any) -> None:
+    torch.manual_seed(0)
+    weights = experts_of(pack, torch.float32)
+    x, chosen = torch.randn(8, 96), choices_of("any", 8)
+    compiled.expert_outputs(x, chosen, weights, torch.zeros(8, TOP_K, 96))
+    form = FORMS["int8"] if change == "another form" else torch.clone
+    weights[2] = experts_of(form, torch.float32)[2]
+    want, found = torch.zeros(8, TOP_K, 96), torch.zeros(8, TOP_K, 96)
+    reference.expert_outputs(x, chosen, weights, want)
+    compiled.expert_outputs(x, chosen, weights, found)
+    assert torch.equal(found, want)
+    with torch.inference_mode(), pytest.raises(NotCapturableError):
+        capture(lambda: [compiled.expert_outputs(x, chosen, weights, found), found][1:], "cpu", 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("experts", [1, 3, 8, 17, 128])
+def test_compiled_routes_choose_as_the_reference(
+    experts: int, dtype: torch.dtype, compiled: Any
+) -> None:
+    torch.manual_seed(0)
+    # In any order, each different in bfloat16, with infinities.
+    logits = torch.linspace(-9, 9, experts).to(dtype)[torch.rand(50, experts).argsort(1)]
+    logits[3, experts // 2] = -torch.inf
+    slots = torch.arange(50).masked_fill_(torch.rand(50) < 0.2, -1)
+    for top_k in {1, min(4, experts), experts}:
+        for renormalize in (False, True):
+            for given_slots in (None, slots):
+                args = logits, top_k, renormalize, given_slots
+                found, want = compiled.route(*args), reference.route(*args)
+                close = {"rtol": 1e-5, "atol": 1e-12, "equal_nan": True}
+                torch.testing.assert_close(found[0], want[0], **close)
+                assert torch.equal(found[1], want[1])
+
+
+@pytest.mark.parametrize("value", [0.0, -torch.inf, torch.inf, torch.nan])
+def test_equal_logits_choose_different_experts(value: float, compiled: Any) -> None:
+    logits = torch.full((2, 9), value)
+    logits[1, 4] = torch.nan
+    weights, chosen = compiled.route(logits, 5, True)
+    assert torch.equal(weights.isnan(), reference.route(logits, 5, True)[0].isnan())
+    assert all(len({*row}) == 5 and {*row} <= {*range(9)} for row in chosen.tolist())
+    assert chosen[1].eq(4).any()
+
+
+@pytest.mark.parametrize("weight_type", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("hidden", [5, 96])
+def test_compiled_sums_of_terms(
+    hidden: int, dtype: torch.dtype, weight_type: torch.dtype, compiled: Any
+) -> None:
+    torch.manual_seed(0)
+    terms, weights = torch.randn(40, 3, hidden).to(dtype), torch.rand(40, 3).to(weight_type)
+    found, want = (each.combine_experts(terms, weights) for each in (compiled, reference))
+    tolerance = TOLERANCE[torch.float32] if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found, want, rtol=tolerance, atol=tolerance)
+    for row in (0, 17, 39):
+        alone = compiled.combine_experts(terms[row : row + 1], weights[row : row + 1])
+        assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_replay_computes_the_experts_that_its_rows_choose(
+    form: str, dtype: torch.dtype, compiled: Any
+) -> None:
+    """Also after another expert has taken the place of one of them."""
+    torch.manual_seed(0)
+    weights, x, logits = experts_of(FORMS[form], dtype), torch.empty(32, 96), torch.empty(32, 6)
+    x, logits = x.to(dtype), logits.to(dtype)
+
+    def layer() -> list[Tensor]:
+        routed, chosen = compiled.route(logits, TOP_K, True)
+        terms = x.new_zeros(len(x), TOP_K, 96)
+        compiled.expert_outputs(x, chosen, weights, terms)
+        return [chosen, compiled.combine_experts(terms, routed)]
+
+    with torch.inference_mode():
+        results, graph = capture(layer, "cpu", 32)
+        for rows in (32, 1, 8, 0, 32):
+            x.normal_()
+            logits.normal_()
+            if rows == 8:
+                logits[:, 3] = 99  # of all rows
+            if rows == 1:
+                weights[2] = experts_of(FORMS[form], dtype)[2]
+            for result in results:
+                result.fill_(-5)
+            graph.replay(rows)
+            for found, want in zip(results, layer(), strict=True):
+                assert torch.equal(found[:rows], want[:rows])
+                assert found[rows:].eq(-5).all()

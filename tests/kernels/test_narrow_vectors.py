@@ -67,7 +67,9 @@ def test_the_kernels_of_avx2_pass_the_same_tests(narrow: dict[str, str]) -> None
 
 PRODUCTS = """
 import hashlib, itertools, torch
-from swell.kernels.cpu import linear
+from swell.kernels.cpu import linear, moe
+from swell.kernels.cpu.capture import choices
+from swell.kernels.moe import ExpertTable
 from swell.kernels.weights.quantized import QuantizedTensor
 torch.manual_seed(0)
 for dtype in (torch.float32, torch.bfloat16):
@@ -83,6 +85,14 @@ for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(rows, 256).to(dtype)
             y = linear.linear(x, weight)
             print(bits, integers, hashlib.sha256(y.float().numpy().tobytes()).hexdigest())
+    x, router = torch.randn(40, 77).to(dtype), torch.randn(9, 77).to(dtype)
+    choices.product(x, router, logits := torch.empty(40, 9, dtype=dtype), has_rows=False)
+    weights, chosen = moe.route(logits, 3, True)
+    packed = [linear.pack(torch.randn(shape).to(dtype)) for shape in 9 * [(32, 77), (77, 16)]]
+    table = ExpertTable(9, x.device, dict(enumerate(zip(packed[::2], packed[1::2]))))
+    moe.expert_outputs(x, chosen, table, terms := torch.zeros(40, 3, 77, dtype=dtype))
+    for y in (logits, weights, chosen, terms, moe.combine_experts(terms, weights)):
+        print("experts", hashlib.sha256(y.double().numpy().tobytes()).hexdigest())
 """
 
 

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.slow
 ROWS, SAMPLES = 13, 5
 WIDTH = 24
 WEIGHT = torch.linspace(-1, 1, WIDTH)
+MATRIX = torch.linspace(-1, 1, 7 * WIDTH).sin().view(7, WIDTH)
+NARROW = MATRIX[:, :13].contiguous()
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +39,11 @@ def _by_heads(x: Tensor) -> Tensor:
 def _normed(x: Tensor) -> Tensor:
     weight = WEIGHT.to(x.dtype)
     return functional.layer_norm(x, (WIDTH,), weight, weight)
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Returns the places of the largest elements; of equal ones the last."""
+    return (x.float() + 1e-3 * WEIGHT).topk(k).indices
 
 
 ELEMENTWISE: dict[str, Work] = {
@@ -84,6 +91,15 @@ BY_ROW: dict[str, Work] = {
     "softmax": lambda x, y: x.softmax(-1) + torch.softmax(y, -1, dtype=torch.float32).to(x.dtype),
     "by heads": lambda x, y: x.view(len(x), 3, 8).softmax(1).reshape(x.shape),
     "layer norm": lambda x, y: y + _normed(x),
+    "topk": lambda x, y: x.topk(5).values.sum(-1, keepdim=True) * y,
+    "topk, not sorted": lambda x, y: x.topk(7, dim=1, sorted=False)[0].amax(1, keepdim=True) + y,
+    "topk by heads": lambda x, y: x.view(len(x), 3, 8).topk(2, dim=-1)[0].sum(-1),
+    "all elements": lambda x, y: x.topk(WIDTH)[0],
+    "indices": lambda x, y: x + _largest(x, 3).to(x.dtype).sum(-1, keepdim=True),
+    "gather": lambda x, y: y.gather(1, _largest(x, 4)),
+    "scatter_": lambda x, y: torch.zeros_like(x).scatter_(1, _largest(y, 9), 1) * x,
+    "product": lambda x, y: functional.linear(x, MATRIX.to(x.dtype)),
+    "product of a part": lambda x, y: functional.linear(x[:, 5:18], NARROW.to(x.dtype)),
 }
 
 
@@ -194,6 +210,12 @@ REFUSED: dict[str, Work] = {
     "a selection by a mask": lambda x, w: x[x > 0],
     "a list of values": lambda x, w: x * len(x.tolist()),
     "an array": lambda x, w: x + torch.from_numpy(x.numpy()),
+    "the largest of all rows": lambda x, w: x.topk(3, dim=0)[0],
+    "the smallest": lambda x, w: x.topk(3, largest=False)[0],
+    "elements of other rows": lambda x, w: x.gather(0, torch.zeros(ROWS, WIDTH, dtype=torch.int64)),
+    "a changed part of a parameter": lambda x, w: w.view(1, -1).scatter_(1, x.topk(1)[1], 1) + x,
+    "a product of rows": lambda x, w: x.T @ x,
+    "a product with other rows": lambda x, w: x @ x[:, :ROWS],
     "a norm of another type": lambda x, w: functional.layer_norm(x.double(), (WIDTH,), w.double()),
 }
 
@@ -205,6 +227,20 @@ def test_operations_that_a_replay_would_compute_wrongly_are_refused(work: Work) 
     with torch.inference_mode(), pytest.raises(NotCapturableError):
         capture(lambda: [work(embedding(ids, table), weight)], "cpu", ROWS, SAMPLES)
     assert torch.equal(weight, before)
+
+
+def test_a_gather_raises_an_error_for_an_index_beyond_the_vector() -> None:
+    table, ids = torch.randn(ROWS, WIDTH), torch.arange(ROWS)
+    chosen = torch.zeros(ROWS, 2, dtype=torch.int64)
+    with torch.inference_mode():
+        work = lambda: [embedding(ids, table).gather(1, chosen)]  # noqa: E731
+        (result,), graph = capture(work, "cpu", ROWS, SAMPLES)
+        graph.replay(4, 1)
+        assert torch.equal(result[:4], table[:4, :1].expand(4, 2))
+        chosen[2, 1] = WIDTH
+        graph.replay(2, 1)
+        with pytest.raises(IndexError, match=f"index {WIDTH} is out of bounds"):
+            graph.replay(4, 1)
 
 
 def shaped(work: Callable[[Tensor, int], Tensor], *sizes: int) -> Callable[[], list[Tensor]]:

@@ -279,7 +279,8 @@ class MoE(FeedForward, Packable):
             expert_outputs(x[rows], choices[rows], self.local_experts, outputs[rows])
         if mesh.data.size > 1:
             outputs = mesh.data.reduce_scatter(outputs)[:count]
-        return mesh.tensor.all_reduce(outputs)
+        # A token is a row of the sum: a captured step has other numbers of tokens.
+        return mesh.tensor.all_reduce(outputs.flatten(1)).view_as(outputs)
 
     def _gather(
         self, padded: int, x: torch.Tensor, choices: torch.Tensor, *weights: torch.Tensor

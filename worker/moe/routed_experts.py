@@ -28,7 +28,7 @@ from swell.worker.model_interfaces import MixtureOfExperts, Model, moe_layers
 from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Extra, RoutedExperts
 from swell.worker.step.block_tables import BlockTables
-from swell.worker.step.input_batch import InputBatch
+from swell.worker.step.input_batch import SPARE, InputBatch
 from swell.worker.step.request_states import RequestStates
 from swell.worker.step.slot_set import SlotSet
 from swell.worker.wire import NewRequest, SchedulerOutput
@@ -101,9 +101,10 @@ class RouteRecorder:
         device: torch.device,
     ) -> None:
         self.layout = layout = RouteLayout.of(model)
-        # [max_tokens, token_bytes] uint8, for the current step
-        self._step = torch.zeros(max_tokens, layout.token_bytes, dtype=torch.uint8, device=device)
-        # [max_tokens, L, k], a view of the same memory
+        # [max_tokens + SPARE, token_bytes] uint8, for the current step
+        shape = max_tokens + SPARE, layout.token_bytes
+        self._step = torch.zeros(shape, dtype=torch.uint8, device=device)
+        # [max_tokens + SPARE, L, k], a view of the same memory
         used = self._step[:, : layout.used_bytes(layout.through)]
         choices = used.view(layout.dtype).unflatten(1, (layout.through, layout.top_k))
         for index, layer in enumerate(moe_layers(model), layout.before):

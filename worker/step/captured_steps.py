@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swell.kernels.graph import Probe, Traits, capture
+from swell.kernels.graph import Probe, Traits, capture, rounding_like_replays
+from swell.kernels.host.kept_choices import KeptChoices
 from swell.kernels.inputs import Sizes
 from swell.worker.step.forward import Forward, HeadOutput
 from swell.worker.step.input_batch import SPARE, InputBatch
@@ -19,8 +20,8 @@ from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.wire import SchedulerOutput
 
 _ROUNDING = {torch.float64: 1e-2, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""How much replayed results may differ from the model's, relative to their mean magnitude. A wrong
-operation changes them by more than that."""
+"""How much replayed results may differ from the model's, relative to their mean magnitude, by the
+type of its hidden states. A wrong operation changes them by more than that."""
 
 
 class FixedSteps:
@@ -69,7 +70,8 @@ class FixedSteps:
         return False
 
     def equals_model(self, batch: InputBatch) -> bool:
-        """Computes the batch with the model and with a replay, and returns whether they agree."""
+        """Computes the batch with the model and with a replay, and returns whether they agree. Both
+        choose the same experts."""
         return True
 
     def _refresh(self, sizes: Sizes) -> None:
@@ -136,12 +138,14 @@ class CapturedSteps(FixedSteps):
             return True
         # If the step cannot be replayed, only the part that a replay can compute is compared.
         batch = replace(batch, all_hidden=False, prompt_embeds=None)
-        forward, head = self._forward, self._head
-        hidden = forward.hidden(batch, self._intermediate, head)
-        found = [hidden, *forward.take_layer_inputs()]
-        found += forward.head(head, hidden, batch)
+        choices = KeptChoices()
+        with rounding_like_replays(batch.inputs.input_ids.device.type), choices.keep():
+            self._compute(batch)
+        with choices.repeat() as repeated:
+            found = self._compute(batch)
         replayed: list[Any] = [self.run(batch), *self.layer_inputs, *self.head_output]
-        return all(_agree(a[: len(b)], b) for a, b in zip(found, replayed, strict=True))
+        rounding, pairs = _ROUNDING[found[0].dtype], zip(found, replayed, strict=True)
+        return repeated.are_valid and all(_agree(a[: len(b)], b, rounding) for a, b in pairs)
 
     def _refresh(self, sizes: Sizes) -> None:
         self._graph.replay(*sizes[:3])
@@ -155,13 +159,13 @@ class RepeatedSteps(FixedSteps):
         self._results, self._views = self._compute(self._batch), {}
 
 
-def _agree(a: Tensor, b: Tensor) -> bool:
+def _agree(a: Tensor, b: Tensor, rounding: float) -> bool:
     """Whether floats are equal, except for rounding. Integers are not compared: of nearly equal
     logits another one may be the largest, and the logits are compared."""
     if not a.is_floating_point():
         return True
     magnitude = float(a.float().nan_to_num().square().mean().sqrt())
-    bound = _ROUNDING[a.dtype] * magnitude + 1e-6
+    bound = rounding * magnitude + 1e-6
     return torch.allclose(a.float(), b.float(), rtol=0, atol=bound, equal_nan=True)
 
 

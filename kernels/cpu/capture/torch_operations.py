@@ -3,6 +3,7 @@
     VIEWS, MAKERS   run while a step is recorded, and need not be repeated
     LOOKUPS         select rows of a table, each of whose ids is checked
     COMPOSED        are other operations of torch or of this backend, which are recorded
+    CHOICES         are recorded as calls of `choices.cpp` and `linear.cpp`
     POINTWISE       are recorded as calls of `pointwise.cpp`; so are REDUCTIONS
     anything else   is decomposed by torch, or refused
 
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels.cpu import build, linear, norm
+from swell.kernels.cpu.capture import choices
 from swell.kernels.cpu.capture import pointwise as compiled
 from swell.kernels.cpu.capture.recording import Recording
 from swell.kernels.graph import NotCapturableError
@@ -241,7 +243,96 @@ def record_reduction(step: Step, func: Any, args: Any, kwargs: Any) -> Tensor:
     return out
 
 
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Tensor:
+def _topk(
+    step: Step, func: Any, x: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any
+) -> tuple[Tensor, Tensor]:
+    if not largest or x.dtype not in build.TYPES:
+        raise NotCapturableError("torch's topk of this form")
+    like = _on_meta(func, (x, k, dim), {})
+    values, indices = (step.make(each, [x]) for each in like)
+    places = _vectors(step, values, [x], dim)
+    choices.topk(_contiguous(step, x), values, indices, *places[:2], has_rows=places.has_rows)
+    step.recording.note_torch("topk", is_arithmetic=True)
+    return values, indices
+
+
+def _gather(step: Step, func: Any, x: Tensor, dim: int, indices: Tensor, **_: Any) -> Tensor:
+    if x.shape[:-1] != indices.shape[:-1]:
+        raise NotCapturableError("torch's gather from several rows")
+    out = step.make(_on_meta(func, (x, dim, indices), {}), [x, indices])
+    places = _vectors(step, out, [x, indices], dim)
+    x, indices = _contiguous(step, x), _contiguous(step, indices)
+    choices.gather(x, indices, out, *places[:2], has_rows=places.has_rows)
+    step.recording.note_torch("gather", is_arithmetic=False)
+    return out
+
+
+def _scatter(step: Step, func: Any, x: Tensor, dim: int, indices: Tensor, value: Any) -> Tensor:
+    is_number = isinstance(value, int | float) and float(value).is_integer() and abs(value) < 256
+    if not is_number or x.dtype not in build.TYPES or not x.is_contiguous():
+        raise NotCapturableError("torch's scatter_ of this form")
+    if not step.is_made(x) or x.shape[:-1] != indices.shape[:-1]:
+        raise NotCapturableError("torch's scatter_ to several rows, or to a tensor of the model")
+    places = _vectors(step, x, [x, indices], dim)
+    choices.scatter(x, _contiguous(step, indices), value, *places[:2], has_rows=places.has_rows)
+    step.recording.note_torch("scatter_", is_arithmetic=False)
+    return x
+
+
+def _mm(step: Step, func: Any, x: Tensor, weight: Tensor) -> Tensor:
+    is_product = step.is_constant(weight) and weight.T.is_contiguous()
+    if not is_product or x.dtype != weight.dtype or x.dtype not in build.TYPES:
+        raise NotCapturableError("a product of two tensors that are not a weight and its inputs")
+    out = step.make(_on_meta(func, (x, weight), {}), [x, weight])
+    row = step.row(out, [x])
+    if row == 1:
+        raise NotCapturableError("a product of several rows")
+    x = x if x.stride(1) == 1 else _contiguous(step, x)
+    choices.product(x, weight.T, out, has_rows=row is not None)
+    step.recording.note_torch("mm", is_arithmetic=True)
+    return out
+
+
+CHOICES: dict[str, Callable[..., Any]] = {
+    "topk": _topk,
+    "gather": _gather,
+    "scatter_": _scatter,
+    "mm": _mm,
+}
+"""The name of an operation of routers -> a function of the step, the operation and its arguments
+that records it, or runs it if the step is not recorded, and returns its result."""
+
+
+def _contiguous(step: Step, x: Tensor) -> Tensor:
+    """Returns x, or records a copy of it."""
+    if x.is_contiguous():
+        return x
+    copied = step.make(torch.empty(x.shape, dtype=x.dtype, device="meta"), [x])
+    compiled.pointwise("copy", [x], copied, step.row(copied, [x]))
+    return copied
+
+
+class _Vectors(NamedTuple):
+    """The vectors of a tensor's last dimension."""
+
+    rows: int
+    of_row: int
+    has_rows: bool
+
+
+def _vectors(step: Step, result: Tensor, operands: Sequence[Tensor], dim: int) -> _Vectors:
+    """Returns the vectors of an operation over the dimension `dim`, which must be the last one."""
+    if dim % result.dim() != result.dim() - 1:
+        raise NotCapturableError("a choice among several vectors")
+    row, outer = step.row(result, operands), result.shape[:-1]
+    if row is None:
+        return _Vectors(math.prod(outer), 1, False)
+    if row == len(outer) or math.prod(outer[:row]) != 1:
+        raise NotCapturableError("a choice among several rows")
+    return _Vectors(outer[row], math.prod(outer[row + 1 :]), True)
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Returns the result of an operation without its values."""
     names = tuple(name for name in kwargs if name not in ("device", "layout", "pin_memory"))
     values = [*args, *(kwargs[name] for name in names)]
@@ -263,7 +354,7 @@ def _without_values(argument: Any) -> Any:
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _result_on_meta(func: Any, names: tuple[str, ...], /, *values: Any) -> Tensor:
+def _result_on_meta(func: Any, names: tuple[str, ...], /, *values: Any) -> Any:
     """`values`: the positional arguments, then those called `names`."""
     args = [
         torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="meta")
@@ -272,8 +363,7 @@ def _result_on_meta(func: Any, names: tuple[str, ...], /, *values: Any) -> Tenso
         for each in values
     ]
     named = len(args) - len(names)
-    result: Tensor = func(*args[:named], **dict(zip(names, args[named:], strict=True)))
-    return result
+    return func(*args[:named], **dict(zip(names, args[named:], strict=True)))
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -22,8 +22,9 @@ pytestmark = [
 FAMILIES = [
     *("apertus", "cohere", "exaone4", "gemma2", "gemma3", "gemma4", "gpt2", "gpt_neox"),
     *("granite", "llama", "olmo2", "opt", "phi3", "stablelm", "starcoder2"),
+    *("mixtral", "qwen3_moe", "qwen3_moe-mixed"),
 ]
-"""Families without experts, whose steps are captured."""
+"""Families whose steps are captured."""
 _rng = random.Random(7)
 PROMPTS = [[_rng.randrange(3, 300) for _ in range(length)] for length in (1, 3, 40, 17, 8)]
 

@@ -80,7 +80,10 @@ def answers(folder, **overrides) -> list:
 
 
 @pytest.mark.parametrize("limit", [2, 128])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen2", "gemma2-caps", "phi3-partial"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "qwen2", "gemma2-caps", "phi3-partial", "mixtral", "qwen3_moe-mixed"],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_answers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype, limit
@@ -98,7 +101,9 @@ def test_replayed_answers_are_the_same_bit_for_bit(
     assert not replayed
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma2-caps", "qwen2", "llama-tied"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "gemma2-caps", "qwen2", "llama-tied", "mixtral", "qwen3_moe"]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replayed_answers_of_tensor_parallel_workers_are_the_same_bit_for_bit(
     tmp_path, monkeypatch, replayed, family, dtype
@@ -210,13 +215,41 @@ def test_a_capture_has_room_for_the_largest_step(
         assert all(map(ne, sizes[:3], other[:3])) and all(map(le, other[:3], room))
 
 
-def test_steps_that_choose_experts_run_eagerly(tmp_path, caplog, replayed):
+def test_steps_that_report_their_experts_run_eagerly(tmp_path, caplog, replayed):
     make(tmp_path, "qwen3_moe")
     with caplog.at_level("INFO"):
-        tried = answers(tmp_path)
+        tried = answers(tmp_path, **{"model.routed_experts": True})
     assert not replayed
     assert caplog.text.count("steps are computed without captures") == 1
     assert tried == answers(tmp_path, **{"model.enforce_eager": True})
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("activations", ["exact", "int8"])
+def test_replayed_answers_of_quantized_experts_are_the_same_bit_for_bit(
+    tmp_path, replayed, form, activations
+):
+    make(tmp_path, "mixtral")
+    options = {"model.quantize": form, "model.activations": activations}
+    found = answers(tmp_path, **options)
+    assert {(rows, rows, rows) for rows in range(1, 5)} < replayed
+    replayed.clear()
+    assert found == answers(tmp_path, **options, **{"model.enforce_eager": True})
+    assert not replayed
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe-mixed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_of_transformers_experts_are_replayed(tmp_path, caplog, replayed, family, dtype):
+    """The replay that is compared with the model chooses the same experts, although nearly equal
+    logits are rounded differently."""
+    make(tmp_path, family, num_hidden_layers=8)
+    options = {"model.backend": "transformers", "model.dtype": dtype, "scheduler.max_rows": 32}
+    prompts = [[5 + i, 6, 7 * i % 200] for i in range(32)]
+    with caplog.at_level("INFO"), LLM(str(tmp_path), **options) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert {(32, 32, 32), (96, 32, 32)} <= replayed
+    assert "without captures" not in caplog.text
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
