@@ -16,7 +16,7 @@ TRITON := .venv-triton
 # takes each of their processes 10 s.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton triton-interpreted triton-compiled judges zoo fault-matrix bench bench-docs lint typecheck clean
+.PHONY: setup demo test test-fast test-slow test-random test-loaded simulate scale gpu test-gpu test-triton triton-interpreted triton-compiled judges zoo fault-matrix image bench bench-docs lint typecheck clean
 
 setup: $(STAMP)
 
@@ -132,6 +132,11 @@ zoo: setup
 fault-matrix: setup
 	$(BIN)/python -m tests.faults --markdown docs/lab/fault-matrix.md
 	$(BIN)/python -m tests.faults --hosts --markdown docs/lab/fault-matrix.md
+
+# Builds the image for CPUs without a container engine, and serves from it: some ten minutes and 10 GB of disk, as root,
+# with Debian's buildah and debootstrap.
+image: setup
+	SWELL_IMAGE=1 $(BIN)/python -m pytest tests/e2e/test_image.py
 
 # Swell alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build
