@@ -205,8 +205,8 @@ FORMS: dict[str, Any] = {
     "int8, activations too": lambda weight: pack_quantized(quantize(weight, 8), weight.dtype, True),
     "int4, activations too": lambda weight: pack_quantized(quantize(weight, 4), weight.dtype, True),
 }
-MANY = 1100
-"""Rows whose choices are more than are computed at a time."""
+MANY = 1500
+"""Rows whose choices of the experts of a table are more than are computed at a time."""
 
 
 @pytest.fixture

@@ -243,12 +243,12 @@ def test_replayed_answers_of_quantized_experts_are_the_same_bit_for_bit(
 def test_steps_of_transformers_experts_are_replayed(tmp_path, caplog, replayed, family, dtype):
     """The replay that is compared with the model chooses the same experts, although nearly equal
     logits are rounded differently."""
-    make(tmp_path, family, num_hidden_layers=8)
+    make(tmp_path, family, num_hidden_layers=8, num_local_experts=32, num_experts=32)
     options = {"model.backend": "transformers", "model.dtype": dtype, "scheduler.max_rows": 32}
-    prompts = [[5 + i, 6, 7 * i % 200] for i in range(32)]
+    prompts = [[5 + (i + 3 * k) * 7 % 300 for k in range(8)] for i in range(32)]
     with caplog.at_level("INFO"), LLM(str(tmp_path), **options) as llm:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
-    assert {(32, 32, 32), (96, 32, 32)} <= replayed
+    assert {(32, 32, 32), (256, 32, 32)} <= replayed
     assert "without captures" not in caplog.text
 
 
