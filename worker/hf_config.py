@@ -46,9 +46,8 @@ def load_config(model_config: ModelConfig, *, pools: bool = False) -> Any:
     try:
         config.get_text_config()
     except ValueError as error:
-        raise ValueError(
-            f"model {path!r} is not a single text model: {first_line(error)}"
-        ) from None
+        reason = first_line(error).partition(". ")[0]  # the rest is advice for programs
+        raise ValueError(f"model {path!r} is not a single text model: {reason}") from None
     return config
 
 

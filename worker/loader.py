@@ -41,7 +41,7 @@ from swell.worker.layers.weight_shard import WeightShard
 from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
 from swell.worker.model_interfaces import HasMesh, HoldsTensors
-from swell.worker.models.text_part import text_names, towers, wrapper_class
+from swell.worker.models.text_part import has_parts, renamed, text_names, towers
 from swell.worker.quantization.detection import find_scheme
 from swell.worker.quantization.loaded_matrices import (
     FLOAT_MATRICES,
@@ -221,10 +221,11 @@ def open_checkpoint(model_config: ModelConfig) -> Checkpoint:
     config = parse_json(read_file(folder / "config.json", MAX_CONFIG_BYTES))
     if (scheme := find_scheme(path, config, folder)) is not None:
         stored = QuantizedCheckpoint(files, scheme)
-    names = text_names(stored.names)
+    own = renamed(config, stored.names)
+    names = {name: own[old] for name, old in text_names(own).items()}
     if names.keys() == stored.names:
         return stored
-    if wrapper_class(served_part(model_config, read_config(path))):  # it knows its names
+    if has_parts(served_part(model_config, read_config(path))):  # it knows its names
         return stored
     return RenamedCheckpoint(stored, names)
 

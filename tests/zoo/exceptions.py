@@ -25,6 +25,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
     },
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_ocr2": {
+        "num_experts_per_tok": 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "dory": {
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
         "n_input_layers": 2,
@@ -90,6 +94,29 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
             "deepstack_visual_indexes": [0],
         }
     },
+    "deepseek_ocr2": {
+        "vision_config": {
+            "sam_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "mlp_dim": 64,
+                "output_channels": 16,
+                "downsample_channels": [16, 32],
+                "image_size": 64,
+                "window_size": 2,
+                "global_attn_indexes": [0],
+            },
+            "encoder_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "intermediate_size": 64,
+                "layer_types": None,
+            },
+        },
+    },
     "t5gemma2": {"encoder": {"text_config": {"hidden_size": 64, "vocab_size": 320}}},
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "granite_docling": {"vision_config": {"out_hidden_size": 64}},
@@ -102,3 +129,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 """Model type -> keys of the configs other than the text model's."""
+
+SAVED_AS_BUILT = ("qianfan_ocr", "shieldgemma2")
+"""Model types whose weights are saved with the names of their parameters: transformers changes them
+back to names that are not published, and does not read those of shieldgemma2."""

@@ -121,7 +121,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
     except check.RefusedError as refused:
         if not _names_its_cause(str(refused)):
             return "failed", f"refused without saying what: {refused}"
-        if isinstance(oracle, Exception) and not isinstance(oracle, ImportError):
+        if isinstance(oracle, Exception) and first_line(oracle) in str(refused):
             reason = first_line(oracle)
             return "refused", f"transformers cannot build the default config either: {reason}"
         return "refused", str(refused).replace(str(folder), "FOLDER")

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from swell.worker.models.generic.build import auto_class
 from swell.worker.models.text_part import text_config, wrapper_class
 from tests.zoo.configs import VOCAB
+from tests.zoo.exceptions import SAVED_AS_BUILT
 
 NORM_NOISE = 0.1
 
@@ -28,7 +29,8 @@ def make(folder: Path, config: Any, seed: int = 0) -> Any:
     try:
         try:
             model = build(config, seed)
-            model.save_pretrained(folder)
+            as_published = config.model_type not in SAVED_AS_BUILT
+            model.save_pretrained(folder, save_original_format=as_published)
         except ImportError:
             model = build(text_config(config), seed)
             _save_wrapped(model, config, folder)

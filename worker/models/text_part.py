@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+
+from swell.worker.models import NATIVE
 
 _PART = r"(?:language_model|text_model|llm)"
 _PREFIXES = (
@@ -37,10 +41,17 @@ def wrapper_class(hf_config: Any) -> str | None:
     return wrapper if wrapper == named else None
 
 
+def has_parts(hf_config: Any) -> bool:
+    """Whether the checkpoint has the tensors of a text model among those of other parts, as that of
+    a wrapper has. transformers lists a few such types as causal language models."""
+    is_wrapper = wrapper_class(hf_config) is not None
+    return is_wrapper or hf_config.get_text_config() is not hf_config
+
+
 def towers(hf_config: Any) -> list[str]:
     """Returns the names of a wrapper's parts besides its text model, as `vision_config` names the
     part `vision`."""
-    if wrapper_class(hf_config) is None:
+    if not has_parts(hf_config):
         return []
     text = hf_config.get_text_config()
     parts = [name for name in hf_config.sub_configs if getattr(hf_config, name, None) is not None]
@@ -68,6 +79,21 @@ def text_config(hf_config: Any) -> Any:
     own = [text_architecture(hf_config)]
     text.update({"architectures": own, "tie_word_embeddings": is_tied, "dtype": dtype})
     return text
+
+
+def renamed(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
+    """Returns name in a checkpoint of a native architecture -> stored name. A model type may store
+    other names than its architecture, as `exaone` does, which is a llama: transformers lists them.
+    Returns the names unchanged for other architectures, and if tensors have to be converted, too.
+
+    `config`: the content of config.json.
+    """
+    is_native = (config.get("architectures") or [""])[0] in NATIVE
+    kind = config.get("model_type") if is_native else None
+    changes = get_checkpoint_conversion_mapping(kind) or []
+    if not all(isinstance(change, WeightRenaming) for change in changes):
+        changes = []
+    return {apply_renamings(name, changes): name for name in stored}
 
 
 def text_names(stored: Collection[str]) -> dict[str, str]:

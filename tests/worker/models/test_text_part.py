@@ -174,6 +174,27 @@ def test_a_text_model_without_a_class_equals_its_wrapper(
 
 
 @pytest.mark.slow
+def test_a_causal_model_with_towers_keeps_its_names(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """MOSS is not in transformers' table of wrappers, but its text model is a part of it."""
+    oracle = make(tmp_path, "moss_transcribe_diarize")
+    with caplog.at_level(logging.INFO, "swell"):
+        check(tmp_path, oracle, backend="auto")
+    logged = [one.fields["skipped"] for one in caplog.records if "only the text" in one.message]
+    assert logged == [["audio"]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_a_native_architecture_with_names_of_its_own(tmp_path: Path, backend: str) -> None:
+    """EXAONE 3 is a llama whose checkpoints have other names."""
+    oracle = make(tmp_path, "exaone")
+    assert "transformer.h.0.ln_1.weight" in load_file(tmp_path / "model.safetensors")
+    check(tmp_path, oracle, backend=backend)
+
+
+@pytest.mark.slow
 def test_a_native_backend_is_refused_with_the_way_out(tmp_path: Path) -> None:
     make(tmp_path, "qwen2_vl")
     text = refusal(tmp_path, backend="native")
