@@ -32,7 +32,7 @@ STARTS_NONE = {
     "tests/cluster/cli/start/test_application.py": "calls into Ray and Serve, which are planted",
     "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
     "tests/cluster/cli/test_launch.py": "states of Serve",
-    "tests/configs/test_cluster_files.py": "schemas of Ray",
+    "tests/configs/deployment/test_cluster_files.py": "schemas of Ray",
     "tests/cluster/control/ray/test_launch.py": "how an application ends; Ray is a table",
     "tests/cluster/control/ray/test_ray_cluster.py": "errors of Ray",
     "tests/engine/serving/test_actor.py": "Ray's answers are planted",
