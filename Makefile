@@ -136,7 +136,7 @@ fault-matrix: setup
 # Builds the image for CPUs without a container engine, and serves from it: some ten minutes and 10 GB of disk, as root,
 # with Debian's buildah and debootstrap.
 image: setup
-	SWELL_IMAGE=1 $(BIN)/python -m pytest tests/configs/deployment/test_image.py
+	SWELL_IMAGE=1 $(BIN)/python -m pytest tests/e2e/test_image.py
 
 # Swell alone, or beside peers: BENCH="offline-m15 served" PEERS="vllm=PYTHON llamacpp=PYTHON" ARGS="--repeats 5".
 BENCH_TO := build

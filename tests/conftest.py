@@ -23,7 +23,8 @@ from tests.slowest_files import pytest_addoption as pytest_addoption
 from tests.slowest_files import pytest_configure as pytest_configure
 from tests.slowest_files import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.slowest_files import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.support import reaper, tls_contexts
+from tests.support import reaper
+from tests.support.untrusted import tls_contexts
 
 prepare_for_torch()
 

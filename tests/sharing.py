@@ -34,7 +34,7 @@ CLUSTERS = (
 NETWORKS = (
     "tests/cluster/api/web/test_docs_page.py",
     "tests/cluster/api/web/test_playground.py",
-    "tests/faults/test_hosts.py",
+    "tests/faults/hosts/test_hosts.py",
 )
 """Further files with a browser or with network namespaces. A browser aborts its requests when an
 interface of the machine changes, and most tests with namespaces start Ray."""

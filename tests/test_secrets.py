@@ -20,7 +20,7 @@ from swell.configs.runtime.secret import (
     SecretText,
     secret_fields,
 )
-from tests.support.secret_texts import (
+from tests.support.untrusted.secret_texts import (
     SECRET_TYPES,
     Holder,
     annotated_nodes,

@@ -20,25 +20,29 @@ STARTERS = {
     "ray",
     "tests.cluster.control.ray.real_ray.RealRay",
     "tests.e2e.cluster.Cluster",
-    "tests.faults.hosts.Hosts",
+    "tests.faults.hosts.hosts.Hosts",
     "tests.faults.process.Cluster",
     "tests.faults.trial.Trial",
 }
 """Ray, and our classes that start it. Every test that starts Ray imports one of these."""
-INTERFACES = {"tests.support.browser", "tests.faults.namespaces", "tests.faults.hosts"}
+INTERFACES = {
+    "tests.support.web.browser",
+    "tests.faults.hosts.namespaces",
+    "tests.faults.hosts.hosts",
+}
 """The modules that notice changed network interfaces, and those that change them."""
 STARTS_NONE = {
     "tests/cluster/cli/test_documented_commands.py": "commands of Ray, by name",
     "tests/cluster/cli/start/test_application.py": "calls into Ray and Serve, which are planted",
     "tests/cluster/cli/start/test_local_ray.py": "attempts to start Ray, which is planted",
     "tests/cluster/cli/test_launch.py": "states of Serve",
-    "tests/configs/deployment/test_cluster_files.py": "schemas of Ray",
+    "tests/configs/test_cluster_files.py": "schemas of Ray",
     "tests/cluster/control/ray/test_launch.py": "how an application ends; Ray is a table",
     "tests/cluster/control/ray/test_ray_cluster.py": "errors of Ray",
     "tests/engine/serving/test_actor.py": "Ray's answers are planted",
     "tests/engine/executor/test_worker_replacement.py": "errors of Ray",
-    "tests/faults/test_hosts.py": "hosts without Ray",
-    "tests/test_reliability_page.py": "Ray's constants",
+    "tests/faults/hosts/test_hosts.py": "hosts without Ray",
+    "tests/pages/test_reliability_page.py": "Ray's constants",
 }
 NOTES_ITS_IMPORT = """
 import os
@@ -181,4 +185,5 @@ def test_every_thread_and_the_session_have_the_low_priority() -> None:
     before, *priorities = map(int, run.stdout.split())
     if before >= sharing.PRIORITY:
         pytest.skip("this process may not have a higher priority than the tests")
-    assert priorities == [sharing.PRIORITY] * 3
+    assert len(priorities) >= 3, "two threads and the session"
+    assert set(priorities) == {sharing.PRIORITY}

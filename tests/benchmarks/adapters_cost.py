@@ -26,7 +26,7 @@ from tests.benchmarks.sampling_cost import (
     plain,
     print_ratio,
 )
-from tests.support import adapters
+from tests.support.weights import adapters
 
 RANKS = (8, 16)
 COUNTS = (1, 8)

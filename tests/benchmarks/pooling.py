@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from swell.cluster.local import LLM
-from tests.support.pooled_models import make
+from tests.support.weights.pooled_models import make
 
 BGE_SMALL: dict[str, Any] = {
     "vocab_size": 30522,

@@ -20,9 +20,9 @@ from swell.cluster.text.prompt.tokenizer_files import text_files
 from swell.configs.files.gguf.unpacked import COMPLETE
 from swell.configs.files.model_path import local_folder
 from swell.configs.schema import ConfigError, load
-from tests.support.adapters import make_adapter
-from tests.support.gguf_files import gguf_of, twin_of, write_gguf
+from tests.support.gguf.files import gguf_of, twin_of, write_gguf
 from tests.support.paths import NANO
+from tests.support.weights.adapters import make_adapter
 
 CHATS = [
     [{"role": "user", "content": text}]

@@ -10,7 +10,7 @@ import transformers
 
 from swell.cluster.local import LLM
 from swell.cluster.text.params.sampling_params import BadRequest
-from tests.support.pooled_models import TEXTS, make, pooled
+from tests.support.weights.pooled_models import TEXTS, make, pooled
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_weights
 from swell.worker.memory.new_weights import save_weights
 from tests.support.device import on_device
-from tests.support.pooled_models import make as make_pooled
+from tests.support.weights.pooled_models import make as make_pooled
 from tests.worker import tiny_models
 
 NANO = Path(__file__).parents[2] / "configs" / "models" / "nano"

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from swell.cluster.port_claim import LEASE_S, PortClaim, PortClaims
 from swell.configs.schema import ConfigError
+from tests.support.deadlines import HANG_S
 
 PORT = 8000
-DEADLINE_S = 60
 SLEEPER = "import sys; print(flush=True); sys.stdin.read()"
 CLAIMER = """
 import os, sys
@@ -73,7 +73,7 @@ def raylet() -> Iterator[subprocess.Popen[str]]:
 
 def end(found: subprocess.Popen[str]) -> None:
     found.send_signal(signal.SIGKILL)
-    found.wait(DEADLINE_S)
+    found.wait(HANG_S)
 
 
 def is_free(claims: PortClaims, owner: str, host: str = "127.0.0.1", port: int = PORT) -> bool:
@@ -162,7 +162,7 @@ def test_exactly_one_of_concurrent_processes_claims_the_port(tmp_path: Path) -> 
     finally:
         for one in found:
             one.kill()
-            one.communicate(timeout=DEADLINE_S)
+            one.communicate(timeout=HANG_S)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"owner": 1}'])

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 
 from swell.cluster import watchdog_process
+from tests.support.deadlines import HANG_S
 
 LIMIT_S = 1.0
-DEADLINE_S = 120.0
-"""Time limit in seconds of every wait, for a machine that is many times slower."""
 PROGRAM = """
 import asyncio, sys, time
 from swell.cluster.watchdog import Watchdog
@@ -69,12 +68,12 @@ class Watched:
         self.process.stdin.flush()
 
     def ended_by(self) -> int:
-        return -self.process.wait(timeout=DEADLINE_S)
+        return -self.process.wait(timeout=HANG_S)
 
     def close(self) -> str:
         """Kills the process. Returns what it and its watchdog wrote to standard error."""
         self.process.kill()
-        _, errors = self.process.communicate(timeout=DEADLINE_S)
+        _, errors = self.process.communicate(timeout=HANG_S)
         return errors
 
 
@@ -87,7 +86,7 @@ def watched() -> Iterator[Watched]:
 
 
 def until_gone(pid: int) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while is_alive(pid):
         assert time.monotonic() < deadline, f"process {pid} is left"
         time.sleep(0.02)
@@ -95,7 +94,7 @@ def until_gone(pid: int) -> None:
 
 def until_it_watches(pid: int) -> None:
     """Waits until the process blocks in poll."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while "poll" not in Path(f"/proc/{pid}/wchan").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -123,7 +122,7 @@ def test_a_process_with_a_hanging_loop_is_killed(watched: Watched) -> None:
 
 
 def test_a_short_stop_and_a_stop_of_both_processes_are_harmless() -> None:
-    watched = Watched(limit_s=DEADLINE_S)
+    watched = Watched(limit_s=HANG_S)
     for pids in ([watched.process.pid], [watched.process.pid, watched.dog], [watched.dog]):
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -137,7 +136,7 @@ def test_a_short_stop_and_a_stop_of_both_processes_are_harmless() -> None:
 
 def test_a_terminated_watchdog_is_replaced(watched: Watched) -> None:
     os.kill(watched.dog, signal.SIGKILL)
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while (successor := int(watched.request("on"))) == watched.dog:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -158,7 +157,7 @@ def test_a_watchdog_ends_with_its_process(watched: Watched, stopped: bool) -> No
 
 def test_a_watchdog_stops_on_request(watched: Watched) -> None:
     assert watched.request("stop") == "stopped"
-    assert watched.process.wait(timeout=DEADLINE_S) == 0
+    assert watched.process.wait(timeout=HANG_S) == 0
     assert not is_alive(watched.dog)
 
 

@@ -38,10 +38,10 @@ from swell.engine.executor import Executor, build_executor
 from swell.engine.serving.server import EngineServer
 from tests.cluster.store_handle import StoreOfTest
 from tests.e2e.cluster import NANO
+from tests.support.deadlines import HANG_S
 
 MODEL = "nano"
 MAX_BODY_BYTES = 100_000
-DEADLINE_S = 60.0
 SETTINGS = {
     "model.dtype": "float32",
     "model.max_model_len": 512,
@@ -86,7 +86,7 @@ class InProcessServer:
         """`executor`: that of its engine."""
         self.url = url
         self.executor = executor
-        self.client = httpx.Client(base_url=url, timeout=DEADLINE_S)
+        self.client = httpx.Client(base_url=url, timeout=HANG_S)
         self.session = requests.Session()
         """A client for tests that send requests of their own."""
 
@@ -107,7 +107,7 @@ class InProcessServer:
     def wait_idle(self) -> None:
         """Returns once every block and slot is free. Raises AssertionError if this takes too
         long."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HANG_S
         while True:
             engines = self.client.get("/admin/idle").json()["engines"]
             if all(engine["idle"] for engine in engines):
@@ -130,13 +130,13 @@ def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InP
     engine = EngineServer(config, 0, core, coordinator.keys, coordinator.address)
     running = threading.Thread(target=engine.run)
     running.start()
-    coordinator.join([engine.member], DEADLINE_S)
+    coordinator.join([engine.member], HANG_S)
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     serving = threading.Thread(
         target=lambda: asyncio.run(_serve(config, coordinator, ready)), daemon=True
     )
     serving.start()
-    port, stop = ready.get(timeout=DEADLINE_S)
+    port, stop = ready.get(timeout=HANG_S)
     in_process_server = InProcessServer(f"http://127.0.0.1:{port}", executor)
     try:
         yield in_process_server

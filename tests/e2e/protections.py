@@ -17,8 +17,8 @@ from typing import Any
 
 import ray
 
-from tests.support.untrusted_account import Refused, UntrustedAccount
-from tests.support.untrusted_peers import Door, knocks
+from tests.support.untrusted.untrusted_account import Refused, UntrustedAccount
+from tests.support.untrusted.untrusted_peers import Door, knocks
 
 DENIED = "PermissionError"
 NOT_ASKED = ("UNAUTHENTICATED", "UNIMPLEMENTED")

@@ -18,8 +18,9 @@ from tests.faults import fault_types, load, moments, trial
 from tests.faults.fault_types import Fault
 from tests.faults.load import SHORT_DECODE
 from tests.faults.trial import Cell, Setup, Trial
+from tests.support.deadlines import HANG_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 STREAMS = 8
 BURST_EVERY_S = 2.0
@@ -38,7 +39,7 @@ MOVES = ("kill-engine", "scale-down")
 def patience() -> Iterator[None]:
     """Longer time limits and a shorter slowdown, since other tests run at the same time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trial, "RECOVER_S", 240.0)
+        patch.setattr(trial, "RECOVER_S", HANG_S)
         patch.setattr(load, "_ANSWER_S", 300.0)
         patch.setattr(fault_types, "_SLOW_S", 0.3)
         yield

@@ -18,11 +18,11 @@ import pytest
 from tests.e2e.cluster import NANO, Cluster
 from tests.faults.cluster_monitor import CONTROLLER, MANAGER
 from tests.faults.process import HTTP
-from tests.support.axe import AXE, violations
-from tests.support.browser import Browser, needs_browser, start_browser
-from tests.support.changed_weights import add_noise, copy_of
+from tests.support.web.axe import AXE, violations
+from tests.support.web.browser import Browser, needs_browser, start_browser
+from tests.support.weights.changed_weights import add_noise, copy_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_browser]
+pytestmark = [pytest.mark.slow, needs_browser]
 
 SETTINGS = (
     "model.name=nano",

@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from tests.e2e.protections import Place, Site, complaints, not_denied, open_processes
-from tests.support.untrusted_account import UntrustedAccount
-from tests.support.untrusted_peers import Door
+from tests.support.untrusted.untrusted_account import UntrustedAccount
+from tests.support.untrusted.untrusted_peers import Door
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,8 +23,9 @@ from swell.configs.schema import load
 from swell.coordinator.transport.ports import free_port
 from tests.e2e.cluster import NANO
 from tests.faults.process import HTTP, alive, listeners
+from tests.support.deadlines import HANG_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 INGRESSES = 2
 DEPLOYED: list[dict[str, Any]] = []
@@ -87,7 +88,7 @@ def deploy_file(name: str, prefix: str, **more: Any) -> ApplicationStatus:
 
 
 def until(true: Callable[[], Any], what: str) -> Any:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + HANG_S
     while not (found := true()):
         assert time.monotonic() < deadline, what
         time.sleep(0.1)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.one_engine.test_lifecycle import stream, wait_for_answers
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +29,7 @@ def test_tensor_2_x_pipeline_2_and_a_shutdown_that_finishes_streams(heldout, tru
         wait_for_answers(results, 1)
         running.process.send_signal(signal.SIGTERM)
         reader.join()
-        assert running.process.wait(180) == 0
+        assert running.process.wait(HANG_S) == 0
     assert [len(ids) for ids in results] == [TOKENS]
 
 

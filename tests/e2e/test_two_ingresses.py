@@ -23,8 +23,9 @@ from swell.worker.wire import HANDOVER_FOLDER
 from tests.cluster.api.tracing.otlp_collector import Collector, needs_exporter, start_collector
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_splits import assert_equal_to_transformers
+from tests.support.deadlines import HANG_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_exporter]
+pytestmark = [pytest.mark.slow, needs_exporter]
 
 TOKENS = 400
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -34,7 +35,6 @@ SPLIT_TOKENS = 24
 ASKS = 16
 """Number of requests. The kernel chooses the ingress of each connection, so with a probability of
 1 in 32768 one of the two gets no request."""
-DEADLINE_S = 240.0
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def check_moved(events: list[dict[str, Any]]) -> None:
 def found(cluster: Cluster, id: str) -> list[dict[str, Any]]:
     """Returns the entries of all ingresses for a request, once all of them have answered: on a busy
     machine, one may not respond for a while."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while True:
         answer = cluster.get(f"/admin/requests/{id}")
         if answer.status_code == 200 and answer.json()["complete"]:
@@ -174,7 +174,7 @@ def test_a_stream_survives_the_death_of_its_engine(cluster: Cluster, collector: 
 def test_each_ingress_finds_requests_of_both(cluster: Cluster) -> None:
     """Sends requests until both ingresses have served one."""
     ingresses: set[int] = set()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while len(ingresses) < 2:
         assert time.monotonic() < deadline, ingresses
         answer = cluster.post("/v1/completions", {"prompt": [1, 2], "max_tokens": 2})
@@ -195,7 +195,7 @@ def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dic
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while True:
         try:
             answer = httpx.post(f"{cluster.url}/v1/completions", json=payload, timeout=120)

@@ -17,15 +17,14 @@ import pytest
 
 from tests.e2e.cluster import NANO, Cluster
 from tests.faults.load import SHORT_DECODE, Answer, Load, difference, make_requests, reference
-from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
+from tests.support.deadlines import HANG_S
+from tests.support.weights.changed_weights import add_noise, copy_of, lose_a_tensor
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 MODEL = "nano"
 STREAMS = 8
 SETTINGS = ("model.name=nano", "model.dtype=float32", "cluster.drain_timeout_s=1")
-UPGRADE_S = 400.0
-STOP_S = 240.0
 
 
 def upgrade(
@@ -43,7 +42,7 @@ def update_weights(url: str, model: Path) -> subprocess.CompletedProcess:
 
 
 def _run(*command: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=UPGRADE_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
 
 
 async def answers_while(
@@ -82,14 +81,14 @@ def running() -> Iterator[Cluster]:
     """Two engines. The cluster ends as a service of systemd, which by default sends SIGTERM to
     every process: Ray's GCS is gone before the command has stopped anything."""
     with Cluster(NANO, *SETTINGS, "parallel.data=2") as started:
-        deadline = time.monotonic() + UPGRADE_S
+        deadline = time.monotonic() + HANG_S
         while started.get("/admin/cluster").json()["state"] != "serving":
             assert time.monotonic() < deadline
             time.sleep(0.1)
         yield started
         for pid in (*started.named("gcs_server"), started.process.pid):
             os.kill(pid, signal.SIGTERM)
-        assert started.process.wait(STOP_S) == 0, started.lines
+        assert started.process.wait(HANG_S) == 0, started.lines
 
 
 def test_engines_get_other_weights_while_answers_stream_and_bad_ones_are_rolled_back(

@@ -20,11 +20,11 @@ from typing import Any
 import msgspec
 
 from tests.faults import fault_types, moments
-from tests.faults import hosts as hosts_module
 from tests.faults.fault_types import FAULTS, Fault
-from tests.faults.host_cluster import HostCluster
-from tests.faults.host_faults import HOST_FAULTS
-from tests.faults.hosts import Hosts, HostsFailed
+from tests.faults.hosts import hosts as hosts_module
+from tests.faults.hosts.host_cluster import HostCluster
+from tests.faults.hosts.host_faults import HOST_FAULTS
+from tests.faults.hosts.hosts import Hosts, HostsFailed
 from tests.faults.leaks import cycles
 from tests.faults.load import DECODE, ReferenceFailed
 from tests.faults.moments import MOMENTS, Moment

@@ -26,8 +26,7 @@ from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import make_keys
 from swell.engine.executor import ray as ray_executor
 from swell.engine.executor.ray import RayExecutor
-
-WAIT_S = 120.0
+from tests.support.deadlines import HANG_S
 
 
 class Placed(Exception):
@@ -48,7 +47,7 @@ class PlacingExecutor(RayExecutor):
         except Placed:
             workers = [self._workers[rank] for rank in ranks]
             places = [each.actor.place.remote() for each in workers]
-            found: list[dict[str, Any]] = ray.get(places, timeout=WAIT_S)
+            found: list[dict[str, Any]] = ray.get(places, timeout=HANG_S)
             return found
         raise AssertionError("the workers were loaded")
 
@@ -89,7 +88,7 @@ class Engines:
         for _ in range(data):
             bundle, count = bundles(config)
             self._groups.append(group := placement_group([bundle] * count, strategy="PACK"))
-            ray.get(group.ready(), timeout=WAIT_S)
+            ray.get(group.ready(), timeout=HANG_S)
             host = ray.util.get_node_ip_address()
             executor = PlacingExecutor(config, placement_group=group, keys=make_keys(), host=host)
             self._executors.append(executor)
@@ -103,7 +102,7 @@ class Engines:
     def replace(self) -> list[Any]:
         found = []
         for executor, group in zip(self._executors, self._groups, strict=True):
-            ray.get(group.ready(), timeout=WAIT_S)
+            ray.get(group.ready(), timeout=HANG_S)
             wait_for(lambda group=group: placement_group_table(group)["state"] == "CREATED")
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             workers = executor._workers.items()
@@ -121,7 +120,7 @@ class Engines:
 
 
 def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.1)

@@ -20,12 +20,8 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.support import reaper
+from tests.support.deadlines import HANG_S
 
-START_S = 280
-_STOP_S = 180
-"""Longer than `cluster.drain_timeout_s` and what follows it may take."""
-_VANISH_S = 60
-"""The time in which Ray's processes must exit after the process that started them."""
 _IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
@@ -98,7 +94,7 @@ class Cluster:
     def wait_for(self, start: str) -> str:
         """Returns the first line with this start. Raises ClusterFailed with the output if none
         appears."""
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             try:
                 line = self._queue.get(timeout=1)
@@ -133,7 +129,7 @@ class Cluster:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
         try:
-            code = self.process.wait(timeout=_STOP_S)
+            code = self.process.wait(timeout=HANG_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise ClusterFailed("did not stop:\n" + "\n".join(self.lines)) from None
@@ -145,7 +141,7 @@ class Cluster:
     def assert_gone(self) -> None:
         """Waits until no process, no folder of Ray and no shared memory is left. Raises
         ClusterFailed."""
-        deadline = time.monotonic() + _VANISH_S
+        deadline = time.monotonic() + HANG_S
         while left := list(self.members()):
             if time.monotonic() > deadline:
                 raise ClusterFailed(f"processes left: {[title(pid)[:120] for pid in left]}")

@@ -17,7 +17,7 @@ from swell.worker.sampler_wire import PoolingParams, SamplerParams
 from tests.cluster.test_local_weights import make
 from tests.engine.outputs.test_token_exact import PROMPTS, Engine
 from tests.gpu.memory import allocated
-from tests.support.pooled_models import make as make_pooled
+from tests.support.weights.pooled_models import make as make_pooled
 from tests.worker import tiny_models
 
 pytestmark = [

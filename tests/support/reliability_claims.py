@@ -280,7 +280,7 @@ MECHANISMS: dict[int, dict[str, tuple[str, ...]]] = {
         ),
         "terminates no manager, no ingress and no store": (
             "tests/cluster/test_replica_options.py::test_an_outage_stops_no_replica",
-            "tests/e2e/test_two_hosts.py"
+            "tests/e2e/two_hosts/test_two_hosts.py"
             "::test_engines_on_two_hosts_keep_their_streams_while_a_link_is_down",
         ),
     },
@@ -360,7 +360,7 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
             "::test_settings_for_lost_hosts_are_named_on_healthy_hosts",
         ),
         "that is 65 s at most, with the files in `configs/ray` 90 s": (
-            "tests/test_reliability_page.py::test_the_times_of_health_checks_are_those_on_the_page",
+            "tests/pages/test_reliability_page.py::test_the_times_of_health_checks_are_those_on_the_page",
         ),
     },
     "A link that is down for longer than these checks take": {

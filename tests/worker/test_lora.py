@@ -22,8 +22,8 @@ from swell.worker.step.captured_forward import CapturedForward
 from swell.worker.wire import NewRequest, SchedulerOutput
 from tests.engine.drafts.planted_drafts import plant
 from tests.kernels.load import load_backend
-from tests.support import adapters
 from tests.support.device import DEVICE, on_device
+from tests.support.weights import adapters
 from tests.worker import tiny_models
 from tests.worker.fixed_graphs import FixedGraphs
 

@@ -19,7 +19,7 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, Adapters
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
-from tests.support import adapters
+from tests.support.weights import adapters
 from tests.worker.test_lora import GREEDY, KINDS, PROMPTS, Folders, ids_of
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from swell.worker.sharded.saving import save_sharded
 from swell.worker.worker import Worker
-from tests.support import adapters
+from tests.support.weights import adapters
 from tests.worker import tiny_models
 
 pytestmark = [

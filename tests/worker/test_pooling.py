@@ -16,7 +16,7 @@ from swell.engine.executor import build_executor
 from swell.engine.wire import EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import Activation, PooledValues, PoolingParams, SamplerParams
 from tests.support.device import is_enough, on_device
-from tests.support.pooled_models import ENCODERS, VOCABULARY, make, pooled
+from tests.support.weights.pooled_models import ENCODERS, VOCABULARY, make, pooled
 
 pytestmark = pytest.mark.slow
 

@@ -34,9 +34,10 @@ from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorLimits
 from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreRequest
-from tests.cluster.fake_cluster import DEADLINE_S, until
+from tests.cluster.fake_cluster import until
 from tests.cluster.text import tokenizers_for_tests
 from tests.engine.executor.fake_worker import FakeExecutor, next_token
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,7 @@ class ThreadedCluster:
         thread.start()
         self.engines[rank] = server
         self.threads.append(thread)
-        self.coordinator.join([server.member], DEADLINE_S)
+        self.coordinator.join([server.member], HANG_S)
 
     def remove_engine(self, rank: int) -> None:
         self.coordinator.remove_failed([rank])
@@ -291,7 +292,7 @@ def test_any_ingress_reports_the_counts_of_all_ingresses(folder):
         return float(count)
 
     async def all_report(count: int, *clients: httpx.AsyncClient) -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             while {await ended(client) for client in clients} != {count}:
                 await asyncio.sleep(0.02)
 
@@ -328,7 +329,7 @@ def test_everything_is_freed_after_clients_disconnected(folder):
         async with house.serving() as client:
             for stream in (True, False):
                 await leave(house, client, stream)
-                async with asyncio.timeout(DEADLINE_S):
+                async with asyncio.timeout(HANG_S):
                     while True:
                         report = (await client.get("/admin/idle")).json()
                         if all(engine["idle"] for engine in report["engines"]):

@@ -13,6 +13,7 @@ import pytest
 
 from swell.cluster.cli import launch
 from swell.cluster.cli.session_folder import remove_abandoned, session_folder
+from tests.support.deadlines import HANG_S
 
 OWNER = """
 import sys
@@ -23,7 +24,6 @@ with session_folder(parent=Path(sys.argv[1])) as folder:
     print(folder, flush=True)
     sys.stdin.read()
 """
-DEADLINE_S = 60
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_the_folder_of_a_killed_process_is_removed_and_no_other(
     with session_folder(parent=tmp_path) as own:
         assert remove_abandoned(tmp_path) == [] and folder.exists()
         process.send_signal(signal.SIGKILL)
-        process.wait(DEADLINE_S)
+        process.wait(HANG_S)
         assert remove_abandoned(tmp_path) == [folder]
         assert Path(own).exists()
     assert not folder.exists() and not Path(own).exists()
@@ -66,7 +66,7 @@ def test_a_folder_in_use_is_not_removed(
     """Ray's processes use the folder until they notice that its owner is gone."""
     process, folder = owner
     process.send_signal(signal.SIGKILL)
-    process.wait(DEADLINE_S)
+    process.wait(HANG_S)
     (folder / "log").touch()
     script = "import sys; print(flush=True); sys.stdin.read()"
     if how == "open file":
@@ -81,7 +81,7 @@ def test_a_folder_in_use_is_not_removed(
         user.stdout.readline()
         assert remove_abandoned(tmp_path) == []
         user.kill()
-        user.wait(DEADLINE_S)
+        user.wait(HANG_S)
     assert remove_abandoned(tmp_path) == [folder]
 
 

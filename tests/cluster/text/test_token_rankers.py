@@ -14,7 +14,7 @@ import transformers
 from swell.cluster.local import LLM
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.configs.schema import ConfigError
-from tests.support.pooled_models import FAMILIES, SIZES, TEXTS, save_tokenizer
+from tests.support.weights.pooled_models import FAMILIES, SIZES, TEXTS, save_tokenizer
 
 pytestmark = pytest.mark.slow
 

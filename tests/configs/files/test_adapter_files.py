@@ -27,7 +27,7 @@ from swell.configs.files.adapter_files import (
 )
 from swell.configs.lora import MAX_ADAPTERS, LoraConfig
 from swell.configs.schema import ConfigError, load
-from tests.support import adapters
+from tests.support.weights import adapters
 
 _KNOWN_VALUES = {
     *("peft_type", "bias", "init_lora_weights", "target_modules", "r", "rank_pattern"),

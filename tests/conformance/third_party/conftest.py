@@ -59,7 +59,7 @@ def pooled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "SWELL_POOLED" in os.environ:
         return Path(os.environ["SWELL_POOLED"])
     folder = tmp_path_factory.mktemp("pooled")
-    command = [BIN / "python", "-m", "tests.support.pooled_models", folder]
+    command = [BIN / "python", "-m", "tests.support.weights.pooled_models", folder]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     return folder
 

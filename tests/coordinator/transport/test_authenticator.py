@@ -28,7 +28,14 @@ from swell.coordinator.transport.channel import (
 )
 from swell.coordinator.transport.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
 from tests.coordinator.transport.test_channel import NEVER_S, SOON_S, take
-from tests.support.untrusted_peers import Door, Recorder, greeting, knock_with_keys, knocks, visit
+from tests.support.untrusted.untrusted_peers import (
+    Door,
+    Recorder,
+    greeting,
+    knock_with_keys,
+    knocks,
+    visit,
+)
 
 pytestmark = pytest.mark.slow
 

@@ -21,7 +21,7 @@ from swell.coordinator.transport.channel import (
 )
 from tests.coordinator.transport.test_authenticator import eventually
 from tests.coordinator.transport.test_channel import SOON_S
-from tests.support.untrusted_peers import greeting, knocks
+from tests.support.untrusted.untrusted_peers import greeting, knocks
 
 pytestmark = pytest.mark.slow
 

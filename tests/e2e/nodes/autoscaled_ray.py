@@ -24,8 +24,8 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
 from swell.coordinator.transport.ports import free_port
 from tests.support import reaper
+from tests.support.deadlines import HANG_S
 
-_START_S = 60.0
 _STOP_S = 5.0
 _CALL_S = 30.0
 """The timeout of a call to Ray's GCS."""
@@ -115,7 +115,7 @@ class AutoscaledRay:
         }
 
     def __enter__(self) -> AutoscaledRay:
-        deadline = time.monotonic() + _START_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             with contextlib.suppress(grpc.RpcError):
                 self.nodes()

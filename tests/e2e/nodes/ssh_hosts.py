@@ -17,8 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.faults import namespaces
-from tests.faults.namespaces import HostsFailed, Namespaces, run, wait_until
+from tests.faults.hosts import namespaces
+from tests.faults.hosts.namespaces import HostsFailed, Namespaces, run, wait_until
 from tests.faults.process import alive, title
 from tests.support import reaper
 

@@ -24,19 +24,15 @@ from swell.kernels.cpu import build
 from tests.e2e.cluster import ROOT
 from tests.e2e.nodes import ssh_hosts
 from tests.e2e.nodes.ssh_hosts import HOME, SshHosts
-from tests.faults.namespaces import HostsFailed
+from tests.faults.hosts.namespaces import HostsFailed
 from tests.faults.process import HTTP, title
+from tests.support.deadlines import HANG_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 CLUSTER = Path("configs/ray/local.yaml")
 HEAD, WORKER, DESK = range(3)
 """Numbers of the hosts. The last one is not part of the cluster: `ray up` runs there."""
-UP_S = 240.0
-SERVES_S = 180.0
-DOWN_S = 180.0
-ENDS_S = 150.0
-"""Longer than `RAY_gcs_rpc_server_reconnect_timeout_s` in `configs/ray/environment.sh` (60 s)."""
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Agents of Ray, which try for a minute to report that their node is gone before they exit."""
 PORT = 8080
@@ -116,17 +112,17 @@ def on_desk(hosts: SshHosts, words: str, limit_s: float) -> str:
 
 
 def test_ray_up_makes_a_cluster_that_answers_and_ray_down_ends_it(hosts: SshHosts) -> None:
-    on_desk(hosts, "ray get-auth-token --generate", UP_S)
+    on_desk(hosts, "ray get-auth-token --generate", HANG_S)
     try:
-        on_desk(hosts, f"ray up -y {CLUSTER}", UP_S)
+        on_desk(hosts, f"ray up -y {CLUSTER}", HANG_S)
         wait_until_both_serve(hosts)
         for host in (HEAD, WORKER):
             assert [ask(hosts, host, engine) for engine in (0, 1)] == [ANSWER] * 2
         with pytest.raises(HostsFailed, match=r"[Aa]uthenticat"):
-            on_desk(hosts, f"ray status --address={hosts.addresses[HEAD]}:6379", DOWN_S)
+            on_desk(hosts, f"ray status --address={hosts.addresses[HEAD]}:6379", HANG_S)
     finally:
-        on_desk(hosts, f"ray down -y {CLUSTER}", DOWN_S)
-    deadline = time.monotonic() + ENDS_S
+        on_desk(hosts, f"ray down -y {CLUSTER}", HANG_S)
+    deadline = time.monotonic() + HANG_S
     while left := [name for host in (HEAD, WORKER) for name in running_on(hosts, host)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
@@ -139,7 +135,7 @@ def running_on(hosts: SshHosts, host: int) -> list[str]:
 
 def wait_until_both_serve(hosts: SshHosts) -> None:
     """Waits until each host has an active engine and a ready ingress."""
-    deadline, found = time.monotonic() + SERVES_S, "no answer"
+    deadline, found = time.monotonic() + HANG_S, "no answer"
     while time.monotonic() < deadline:
         try:
             state = get(hosts, HEAD, "/admin/cluster").json()
@@ -151,7 +147,7 @@ def wait_until_both_serve(hosts: SshHosts) -> None:
         except (httpx.TransportError, ValueError, KeyError):
             pass
         time.sleep(0.2)
-    status = hosts.run(HEAD, ". ~/.bashrc; ray status; serve status", DOWN_S)
+    status = hosts.run(HEAD, ". ~/.bashrc; ray status; serve status", HANG_S)
     raise AssertionError(f"{found}\n{status}")
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.e2e.cluster import Cluster
-from tests.test_examples import OF_A_SERVER, run_example
+from tests.pages.test_examples import OF_A_SERVER, run_example
 
 pytestmark = pytest.mark.slow
 

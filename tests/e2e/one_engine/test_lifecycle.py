@@ -26,11 +26,10 @@ from swell.cluster.port_claim import PortClaims
 from swell.configs.schema import ConfigError
 from tests.e2e.cluster import NANO, ROOT, Cluster, enable_sigint
 from tests.faults.process import HTTP
+from tests.support.deadlines import HANG_S
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
-SOON_S = 240
-"""A deadline for processes that start one after the other on a busy machine."""
 TOKENS, LONG_TOKENS = 600, 1900
 _MANAGER, _STORE = "ServeReplica:swell:Manager", "ServeReplica:swell:Store"
 
@@ -157,7 +156,7 @@ def test_an_engine_that_cannot_load_stops_the_cluster(tmp_path):
     path = broken(tmp_path, unknown)
     marked = Cluster(path)
     try:
-        assert marked.process.wait(timeout=SOON_S) == 1
+        assert marked.process.wait(timeout=HANG_S) == 1
         marked.assert_gone()
     finally:
         marked.kill()
@@ -221,7 +220,7 @@ def test_a_signal_to_the_process_group_stops_everything_in_order():
     time.sleep(1)
     os.killpg(cluster.process.pid, signal.SIGTERM)
     try:
-        assert cluster.process.wait(timeout=SOON_S) == 0, cluster.lines
+        assert cluster.process.wait(timeout=HANG_S) == 0, cluster.lines
         cluster.assert_gone()
     finally:
         cluster.kill()
@@ -284,7 +283,7 @@ def stream(
 
 
 def wait_for_engines(cluster: Cluster, count: int) -> dict:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         state = cluster.get("/admin/cluster").json()
         active = [engine for engine in state["engines"] if engine["state"] == "active"]
@@ -319,7 +318,7 @@ def resubmitted(cluster: Cluster) -> float:
 
 def wait_for_moves(cluster: Cluster, moved: float) -> None:
     """Waits until more than `moved` requests were moved to another engine."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while resubmitted(cluster) <= moved:
         assert time.monotonic() < deadline, "no request was moved"
         time.sleep(0.02)
@@ -388,7 +387,7 @@ def test_a_stopped_coordinator_is_restarted(cluster, undisturbed):
         wait_for_answers(results, 3)
         os.kill(before["coordinator"]["pid"], signal.SIGSTOP)
         streams += [stream(cluster, TOKENS, results) for _ in range(2)]
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         stopped = before["coordinator"]["pid"]
         while cluster.get("/admin/cluster").json()["coordinator"]["pid"] == stopped:
             assert time.monotonic() < deadline, "it was not replaced"
@@ -440,7 +439,7 @@ def test_stored_responses_survive_the_manager_and_their_store_is_replaced(cluste
         os.kill(old, signal.SIGKILL)
         if name == _MANAGER:
             assert read(kept)["status"] == "completed", "the store does not need the manager"
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while cluster.named(name) in ([], [old]):
             assert time.monotonic() < deadline, f"no other {name}"
             time.sleep(0.1)
@@ -456,7 +455,7 @@ def test_stored_responses_survive_the_manager_and_their_store_is_replaced(cluste
     replaced(_MANAGER)
     assert read(kept)["status"] == "completed"
     replaced(_STORE)
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while not (again := create()):
         assert time.monotonic() < deadline, "the new store keeps nothing"
         time.sleep(0.5)
@@ -485,7 +484,7 @@ def test_serve_run_deploys_the_same_app():
         reader.start()
         try:
             request_until_ready("http://127.0.0.1:8000", process)
-            deadline = time.monotonic() + SOON_S
+            deadline = time.monotonic() + HANG_S
             shown = "the ingresses listen on port "
             while not (found := [line for line in list(lines) if shown in line]):
                 assert time.monotonic() < deadline, "".join(lines)
@@ -494,7 +493,7 @@ def test_serve_run_deploys_the_same_app():
         finally:
             process.send_signal(signal.SIGINT)
             try:
-                process.wait(timeout=SOON_S)
+                process.wait(timeout=HANG_S)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -502,7 +501,7 @@ def test_serve_run_deploys_the_same_app():
 
 
 def request_until_ready(url: str, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         assert process.poll() is None
         try:

@@ -18,11 +18,11 @@ from swell.coordinator.transport.ports import free_port
 from tests.configs.test_alerts import FOLDER, RULES
 from tests.configs.test_dashboard import QUERIES, with_variables
 from tests.e2e.cluster import Cluster
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
 PROMETHEUS = shutil.which("prometheus")
-_WAIT_S = 120
 
 
 class Prometheus:
@@ -58,7 +58,7 @@ class Prometheus:
 
     def wait_for(self, expr: str) -> list[dict]:
         """Waits until a query has a result, and returns it."""
-        deadline = time.monotonic() + _WAIT_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             assert self._process.poll() is None
             try:
@@ -67,7 +67,7 @@ class Prometheus:
             except httpx.TransportError:
                 pass
             time.sleep(0.2)
-        pytest.fail(f"{expr} has no result after {_WAIT_S} s")
+        pytest.fail(f"{expr} has no result after {HANG_S} s")
 
     def stop(self) -> None:
         self._process.terminate()

@@ -17,7 +17,7 @@ from swell.configs.section import ConfigError
 from swell.engine.request import RequestStatus
 from tests.engine.drafts.test_draft_model import DRAWN, GREEDY, answers, drafter_of
 from tests.engine.engine_harness import NANO, engine
-from tests.support.eagle_heads import PlainHead, make, plain_head
+from tests.support.weights.eagle_heads import PlainHead, make, plain_head
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow

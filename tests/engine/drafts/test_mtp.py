@@ -26,9 +26,9 @@ from tests.engine.drafts.test_eagle import (
     assert_same_up_to_64_tokens,
 )
 from tests.engine.engine_harness import NANO, engine
-from tests.support.eagle_heads import PlainHead
-from tests.support.eagle_heads import make as make_head
-from tests.support.mtp_layers import TYPES, PlainLayer, make, plain_layer
+from tests.support.weights.eagle_heads import PlainHead
+from tests.support.weights.eagle_heads import make as make_head
+from tests.support.weights.mtp_layers import TYPES, PlainLayer, make, plain_layer
 from tests.worker import tiny_models
 
 pytestmark = [

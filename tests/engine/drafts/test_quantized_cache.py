@@ -17,9 +17,9 @@ from swell.worker.drafting.draft_model import DraftModel
 from tests.engine.drafts.test_draft_model import drafter_of
 from tests.engine.drafts.test_eagle import Proposals
 from tests.engine.engine_harness import NANO, engine
-from tests.support import eagle_heads, mtp_layers
-from tests.support.eagle_heads import PlainHead, plain_head
-from tests.support.mtp_layers import PlainLayer, plain_layer
+from tests.support.weights import eagle_heads, mtp_layers
+from tests.support.weights.eagle_heads import PlainHead, plain_head
+from tests.support.weights.mtp_layers import PlainLayer, plain_layer
 
 pytestmark = pytest.mark.slow
 

@@ -43,10 +43,10 @@ from swell.worker.loop import HeartbeatThread as WorkerHeartbeatThread
 from swell.worker.loop import WorkerLoop
 from swell.worker.wire import WorkerCommand, WorkerHeartbeat, WorkerMessage
 from tests.conftest import Deaths
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 60.0
 CONFIG = load({"model": {"path": "m"}, "cluster": {"heartbeat_s": 0.05}})
 
 
@@ -55,7 +55,7 @@ def planted(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.005)
@@ -236,9 +236,9 @@ def test_a_worker_thread_that_fails_to_leave_its_groups_answers(
     thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
     wanted = GroupBroken if isinstance(raised, GroupError) else type(raised)
     with pytest.raises(wanted):
-        thread.call("execute_model").result(SOON_S)
+        thread.call("execute_model").result(HANG_S)
     with pytest.raises(ExecutorError, match="has already failed"):
-        thread.call("regroup").result(SOON_S)
+        thread.call("regroup").result(HANG_S)
     thread.request_stop()
     thread.join()
 
@@ -247,7 +247,7 @@ def test_a_worker_thread_that_cannot_be_loaded_answers(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "swell.worker.worker", None)
     thread = WorkerThread(CONFIG, 0, 1, lambda *_: None)
     with pytest.raises(ExecutorError, match=r"swell\.worker\.worker"):
-        thread.call("load").result(SOON_S)
+        thread.call("load").result(HANG_S)
     thread.request_stop()
     thread.join()
 
@@ -258,7 +258,7 @@ def test_a_wait_for_a_peer_that_fails_in_an_unknown_way_is_answered() -> None:
 
     waiter = PeerWaiter()
     with pytest.raises(ZeroDivisionError):
-        waiter.wait(Work(), None).result(SOON_S)  # type: ignore[arg-type]
+        waiter.wait(Work(), None).result(HANG_S)  # type: ignore[arg-type]
     waiter.close()
 
 
@@ -275,7 +275,7 @@ def test_an_engine_whose_loop_failed_logs_the_reason_and_exits(
     monkeypatch.setattr(actor.time, "sleep", lambda _s: answers.append(shell.ended(0)))
     shell = kind(CONFIG, 0)
     shell._run(Server())
-    until_exit = time.monotonic() + SOON_S
+    until_exit = time.monotonic() + HANG_S
     while not deaths:
         assert time.monotonic() < until_exit, "it does not exit"
         threading.Event().wait(0.005)

@@ -22,11 +22,11 @@ from swell.coordinator.transport.channel import ChannelAddress, make_keys
 from swell.engine.executor import build_executor
 from swell.engine.executor.host_shares import stage_order
 from swell.worker.actor import WorkerActor
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
 GPUS = 4
-START_S = 120.0
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_each_worker_has_a_gpu_of_its_own_from_the_bundle_of_its_stage(
     for _ in range(engines):
         bundle, count = bundles(engine)
         groups.append(group := placement_group([bundle] * count, strategy="PACK"))
-        ray.get(group.ready(), timeout=START_S)
+        ray.get(group.ready(), timeout=HANG_S)
         executor: Any = build_executor(
             engine, placement_group=group, keys=make_keys(), host="127.0.0.1"
         )
@@ -100,7 +100,7 @@ def test_each_worker_has_a_gpu_of_its_own_from_the_bundle_of_its_stage(
         for rank in range(engine.parallel.world):
             own_bundle = order[rank // tensor]
             actors.append(actor := executor._create(rank, own_bundle, nodes[own_bundle]))
-            found, gpus, resources = ray.get(actor.place.remote(), timeout=START_S)
+            found, gpus, resources = ray.get(actor.place.remote(), timeout=HANG_S)
             assert len(gpus) == 1, f"Ray has assigned rank {rank} the GPUs {gpus}"
             used[gpus[0]] += 1
             assert found == rank

@@ -28,8 +28,9 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import SchedulerOutput
 from tests.engine.executor.fake_worker import regroup
-from tests.support import adapters
+from tests.support.deadlines import HANG_S
 from tests.support.paths import NANO
+from tests.support.weights import adapters
 
 WANTED = [
     EngineCoreRequest("a", list(range(3, 30)), SamplerParams(), 24),
@@ -53,7 +54,7 @@ def core():
         logging_level=logging.ERROR,
     )
     bundles = placement_group([{"CPU": 0.02}], strategy="PACK")
-    ray.get(bundles.ready(), timeout=240)  # until then its bundle is on no host
+    ray.get(bundles.ready(), timeout=HANG_S)  # until then its bundle is on no host
     config = load(
         str(NANO),
         {
@@ -62,7 +63,7 @@ def core():
             "parallel.tensor": 2,
             "cache.memory_bytes": 4_000_000,
             "cluster.stall_timeout_s": STALL_S,
-            "cluster.start_timeout_s": 240,
+            "cluster.start_timeout_s": HANG_S,
             "lora.enabled": True,
         },
     )

@@ -25,8 +25,7 @@ from swell.worker.wire import (
     WorkerFailure,
     WorkerHello,
 )
-
-SOON_S = 60.0
+from tests.support.deadlines import HANG_S
 
 
 class Stopped(Exception):
@@ -92,7 +91,6 @@ class FrozenExecutor(RayExecutor):
             worker.pid = 1
 
 
-@pytest.mark.timeout(60)
 def test_a_replacement_that_never_connects_stops_the_engine(monkeypatch) -> None:
     """A replacement that never connects fails the engine. Nothing else shows that its process is
     frozen: Ray's task runs, and no heartbeat has arrived yet."""
@@ -122,9 +120,9 @@ def test_replies_about_adapters_are_read_without_a_wait(monkeypatch) -> None:
         while executor._workers[0].peer is None:
             executor._receive()
         executor.load_adapter(LoadAdapter(0, Adapter("a", "/a", "digest")))
-        command = outlet.receive(SOON_S)
+        command = outlet.receive(HANG_S)
         outlet.send(AdapterLoaded(0, "digest", "", command.number))
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while not (loaded := executor.loaded_adapters(0.0)):
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -27,7 +27,7 @@ from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
 from swell.worker import worker
 from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO
-from tests.support.changed_weights import add_noise, copy_of, lose_a_tensor
+from tests.support.weights.changed_weights import add_noise, copy_of, lose_a_tensor
 
 SOON_S = 60.0
 PORTS = range(21_800, 21_832)

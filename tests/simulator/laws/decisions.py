@@ -27,7 +27,7 @@ from tests.simulator.laws.freed import connections_of
 from tests.simulator.laws.leaving import leaves
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _DECIDED_S = 2.0 * HEARTBEAT_S
 """The time within which a manager starts, keeps, cancels or drains engines."""

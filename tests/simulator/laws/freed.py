@@ -19,11 +19,11 @@ from tests.simulator.control_plane import (
 )
 from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm, Durations
-from tests.simulator.laws.disturbances import LOOK_S
+from tests.simulator.laws.observations.disturbances import LOOK_S
 from tests.simulator.network.channel import SimOutlet
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _CLIENT_S = STALL_TIMEOUT_S + 3.0 * HEARTBEAT_S
 """The time within which an engine forgets a connection of an ingress, and drops its requests."""

@@ -15,7 +15,7 @@ from tests.simulator.laws.calm import Calm, Durations
 from tests.simulator.model import expected_tokens
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _VERSION_S = 4.0 * HEARTBEAT_S
 """The time within which the manager must know which versions answers need."""

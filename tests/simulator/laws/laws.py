@@ -23,10 +23,10 @@ from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import simulated_exits
 from tests.simulator.laws.agreement import disagreements
 from tests.simulator.laws.decisions import logged_defects
-from tests.simulator.laws.disturbances import LOOK_S
-from tests.simulator.laws.probe import Prober
+from tests.simulator.laws.observations.disturbances import LOOK_S
+from tests.simulator.laws.observations.probe import Prober
+from tests.simulator.laws.observations.watch import Watch
 from tests.simulator.laws.status import StatusReader
-from tests.simulator.laws.watch import Watch
 from tests.simulator.model import expected_tokens, text_of
 from tests.simulator.scenario import Request, Scenario
 

@@ -13,10 +13,10 @@ from swell.coordinator.roster import Member, MemberState, Roster
 from tests.simulator.actors import SimCoordinator, SimEngine, SimManager
 from tests.simulator.control_plane import DRAIN_TIMEOUT_S, HEARTBEAT_S, ControlPlane
 from tests.simulator.laws.calm import Calm, Durations
-from tests.simulator.laws.disturbances import LOOK_S
+from tests.simulator.laws.observations.disturbances import LOOK_S
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _DETACHED_S = 3.0
 """The time within which an engine that has finished its requests, or whose drain time is over, is

@@ -17,7 +17,7 @@ from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm, Durations
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _SILENT_S = STALL_TIMEOUT_S + 2 * HEARTBEAT_S
 _UNHEARD_S = 3 * STALL_TIMEOUT_S + 2 * HEARTBEAT_S

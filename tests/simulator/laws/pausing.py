@@ -13,7 +13,7 @@ from tests.simulator.control_plane import HEARTBEAT_S, ControlPlane
 from tests.simulator.laws.calm import Calm, Durations
 
 if TYPE_CHECKING:
-    from tests.simulator.laws.watch import Watch
+    from tests.simulator.laws.observations.watch import Watch
 
 _PAUSED_S = 5.0 * HEARTBEAT_S
 """The time within which all engines have stopped, and sleep."""

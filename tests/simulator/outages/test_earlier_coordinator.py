@@ -8,7 +8,7 @@ import pytest
 from swell.coordinator.wave_protocol.wave_interface import Phase
 from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.laws.laws import Run
-from tests.simulator.laws.watch import Watch
+from tests.simulator.laws.observations.watch import Watch
 from tests.simulator.scenario import (
     HOSTS,
     SLOW_STEP_S,

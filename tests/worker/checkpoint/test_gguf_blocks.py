@@ -8,7 +8,7 @@ import torch
 
 from swell.configs.files.gguf.block_types import BLOCK_TYPES
 from swell.worker.checkpoint.gguf.blocks import dequantize
-from tests.support.gguf_blocks import encode
+from tests.support.gguf.blocks import encode
 
 KINDS = {kind.name: kind for kind in BLOCK_TYPES.values()}
 

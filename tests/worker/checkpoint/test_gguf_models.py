@@ -24,9 +24,9 @@ from swell.worker.checkpoint.checkpoint import CUT_GROUP
 from swell.worker.checkpoint.gguf.checkpoint import PIECE_NUMBERS, GgufCheckpoint
 from swell.worker.layers.packed_weight import PackedWeight
 from swell.worker.worker import Worker
-from tests.support import adapters
-from tests.support.gguf_files import gguf_of, twin_of
+from tests.support.gguf.files import gguf_of, twin_of
 from tests.support.paths import NANO
+from tests.support.weights import adapters
 from tests.worker.tiny_models import FAMILIES, SIZES, WINDOW
 
 PROMPTS = ["<|user|>add 2 3<|end|><|assistant|>", "a b c", "The last one", "x" * 40]

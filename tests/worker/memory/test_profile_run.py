@@ -23,8 +23,8 @@ from swell.worker.memory.profile_run import LargestSteps
 from swell.worker.sampler_wire import PoolingParams, SamplerParams
 from swell.worker.wire import GroupPlan, WorkerLimits
 from swell.worker.worker import Worker
-from tests.support import eagle_heads, pooled_models
 from tests.support.paths import NANO
+from tests.support.weights import eagle_heads, pooled_models
 from tests.worker import tiny_models
 from tests.worker.moe import moe_engines
 from tests.worker.moe.moe_engines import EngineGroup

@@ -22,7 +22,7 @@ from swell.worker.loader import load_weights
 from swell.worker.models import build_model
 from swell.worker.models.generic.experts import Experts
 from swell.worker.worker import Worker
-from tests.support.gguf_files import gguf_of
+from tests.support.gguf.files import gguf_of
 from tests.worker.checkpoint.test_gguf_models import greedy, random_folder
 from tests.worker.moe.moe_engines import EngineGroup
 from tests.worker.moe.moe_engines import answers as answers_of_group

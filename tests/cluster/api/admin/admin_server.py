@@ -23,8 +23,9 @@ from swell.cluster.api.bodies.protocol_base import ErrorBody
 from swell.cluster.api.live.event_routes import EventRoutes
 from swell.cluster.api.openapi.operations import OPERATIONS, Operation
 from swell.cluster.text.schema.request_body import RequestBody
-from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster
+from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 JSON = {"content-type": "application/json"}
 SAMPLES: dict[type, str] = {
@@ -94,7 +95,7 @@ class AdminServer:
     def __init__(self, cluster: FakeCluster) -> None:
         self.cluster = cluster
         self.port = cluster.edge.port
-        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=DEADLINE_S)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=HANG_S)
 
     def changes(self) -> list[str]:
         """Returns and clears the calls that the manager received since the last call of this
@@ -113,7 +114,7 @@ class AdminServer:
     def send(self, data: bytes) -> bytes:
         """Sends raw bytes on a new connection and returns everything that the server sends until it
         closes."""
-        with socket.create_connection(("127.0.0.1", self.port), DEADLINE_S) as sock:
+        with socket.create_connection(("127.0.0.1", self.port), HANG_S) as sock:
             with contextlib.suppress(ConnectionResetError, BrokenPipeError):
                 sock.sendall(data)
                 sock.shutdown(socket.SHUT_WR)
@@ -139,7 +140,7 @@ def admin_server(folder: Path, **settings: Any) -> Iterator[AdminServer]:
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     thread = threading.Thread(target=lambda: asyncio.run(_serve(folder, settings, ready)))
     thread.start()
-    cluster, stop = ready.get(timeout=DEADLINE_S)
+    cluster, stop = ready.get(timeout=HANG_S)
     server = AdminServer(cluster)
     try:
         yield server

@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
-from tests.support import adapters
+from tests.support.weights import adapters
 
 pytestmark = pytest.mark.slow
 

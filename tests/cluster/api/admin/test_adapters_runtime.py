@@ -17,7 +17,7 @@ from swell.cluster.text.adapters import LoadedAdapters
 from swell.configs.files.adapter_files import WEIGHTS_NAME
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
-from tests.support import adapters
+from tests.support.weights import adapters
 
 pytestmark = pytest.mark.slow
 

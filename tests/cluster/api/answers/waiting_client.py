@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body
+from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "seed": 3}
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -49,7 +50,7 @@ class Peer:
 
     async def more(self) -> None:
         """Reads the head on the first call, then one part per call."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             if not self.head:
                 self.head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
                 return

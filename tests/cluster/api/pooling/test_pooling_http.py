@@ -11,7 +11,7 @@ import torch
 from openai import BadRequestError, OpenAI
 
 from tests.conformance.in_process_server import start_in_process_server
-from tests.support.pooled_models import TEXTS, make, pooled
+from tests.support.weights.pooled_models import TEXTS, make, pooled
 
 pytestmark = pytest.mark.slow
 

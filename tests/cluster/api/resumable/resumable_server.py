@@ -13,12 +13,12 @@ import httpx
 from swell.cluster.api.ingress import Ingress
 from tests.cluster.api.responses.responses_server import CALL, LOOK, TOKENIZER, FakeResponseStore
 from tests.cluster.fake_cluster import (
-    DEADLINE_S,
     UNLIMITED_STEPS,
     FakeCluster,
     FakeEngine,
     until,
 )
+from tests.support.deadlines import HANG_S
 
 KEY, LAST = "idempotency-key", "last-event-id"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -131,7 +131,7 @@ class ResumableServer:
         """Starts another ingress, which keeps nothing yet, and returns a client of it."""
         other = self.cluster.another_ingress(self.store.store_handle())
         ingress, url = await self._open.enter_async_context(other)
-        client = httpx.AsyncClient(base_url=url, timeout=DEADLINE_S)
+        client = httpx.AsyncClient(base_url=url, timeout=HANG_S)
         return Client(await self._open.enter_async_context(client), ingress)
 
     async def is_idle(self) -> None:

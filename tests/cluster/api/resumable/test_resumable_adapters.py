@@ -23,7 +23,7 @@ from tests.cluster.api.resumable.resumable_server import (
     id_of,
 )
 from tests.cluster.fake_cluster import until
-from tests.support import adapters
+from tests.support.weights import adapters
 
 pytestmark = pytest.mark.slow
 

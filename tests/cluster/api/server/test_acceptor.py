@@ -14,9 +14,9 @@ import uvloop
 
 from swell.cluster.api.server import acceptor
 from swell.cluster.api.server.acceptor import Acceptor
+from tests.support.deadlines import HANG_S
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
-DEADLINE_S = 60.0
 
 
 class Listener(socket.socket):
@@ -63,7 +63,7 @@ class AcceptorHarness:
     async def take(self) -> None:
         server = Acceptor(self.listener, lambda: Taken(self))
         self.tick()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             while len(self.turns) < len(self.clients):
                 await asyncio.sleep(0)
         server.close()

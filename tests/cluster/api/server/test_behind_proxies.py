@@ -16,7 +16,7 @@ import yaml
 
 from swell.coordinator.transport.ports import free_port
 from tests.cluster.api.answers.waiting_client import REQUESTS, serving
-from tests.cluster.fake_cluster import DEADLINE_S
+from tests.support.deadlines import HANG_S
 from tests.test_layers import ROOT
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
@@ -107,7 +107,7 @@ async def proxy(command: Command, folder: Path, ours: int) -> AsyncIterator[int]
     port = free_port("127.0.0.1")
     process = await asyncio.create_subprocess_exec(*command(folder, port, ours))
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             while True:
                 assert process.returncode is None, (folder / "errors").read_text()
                 with contextlib.suppress(OSError):

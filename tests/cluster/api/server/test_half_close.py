@@ -18,7 +18,6 @@ import uvloop
 
 from swell.cluster.api.server import half_close
 from tests.cluster.fake_cluster import (
-    DEADLINE_S,
     UNLIMITED_STEPS,
     FakeCluster,
     FakeEngine,
@@ -27,6 +26,7 @@ from tests.cluster.fake_cluster import (
     until,
 )
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +78,11 @@ class Peer:
 
     async def rest(self) -> bytes:
         """Returns all bytes until the server closes."""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             return await self.reader.read()
 
     async def until(self, end: bytes) -> bytes:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             return await self.reader.readuntil(end)
 
     async def leave(self) -> None:

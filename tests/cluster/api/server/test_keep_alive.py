@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.api.answers.waiting_client import REQUESTS, serving
-from tests.cluster.fake_cluster import DEADLINE_S, UNLIMITED_STEPS, body, until
+from tests.cluster.fake_cluster import UNLIMITED_STEPS, body, until
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -246,7 +247,7 @@ def test_an_idle_connection_is_kept_for_the_configured_time(tmp_path: Path) -> N
             await world.cluster.join(0)
             peer = await world.ask(POOLED, REQUESTS[POOLED])
             await peer.whole()
-            async with asyncio.timeout(DEADLINE_S):
+            async with asyncio.timeout(HANG_S):
                 assert await peer._reader.read() == b""
         async with serving(tmp_path, **{"serve.idle_timeout_s": 600.0}) as world:
             await world.cluster.join(0)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from swell.cluster.api.server.connection import MAX_PIPELINED
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.configs.schema import ServeConfig
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,6 @@ BAD = {
     "a long URL": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
     "many headers": (b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a: b\r\n" * 300 + b"\r\n", 431),
 }
-DEADLINE_S = 60.0
 
 
 class Gate:
@@ -53,7 +53,7 @@ async def served(**limits: Any) -> AsyncIterator[tuple[Gate, EdgeServer]]:
     edge = EdgeServer(gate, "127.0.0.1", 0, 1, ServeConfig(**limits))
     await edge.start()
     try:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             yield gate, edge
     finally:
         await edge.stop()

@@ -18,7 +18,8 @@ from swell.cluster.api.server.connection import LimitedConnection
 from swell.cluster.api.server.http_server import EdgeServer
 from swell.cluster.api.server.stalled_reader import CHECKS, StallClock
 from swell.configs.schema import ServeConfig
-from tests.cluster.fake_cluster import DEADLINE_S, until
+from tests.cluster.fake_cluster import until
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +93,7 @@ class Download:
         """Reads some bytes and waits until the server's kernel has taken more data in exchange."""
         before = self._taken()
         data = b""
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             while len(data) < size:
                 part = await self.loop.sock_recv(self.client, size - len(data))
                 if not part:
@@ -181,7 +182,7 @@ def test_a_client_that_stops_reading_is_disconnected_wherever_it_stops(
     async def scenario(one: Download) -> None:
         while one.read_bytes < read_bytes:
             await one.read()
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(HANG_S):
             while one.connection is not None:
                 one.loop.advance(LIMIT_S / CHECKS)
                 await asyncio.sleep(0.001)

@@ -17,9 +17,10 @@ import pytest
 from swell.cluster.api.sessions import session_client
 from swell.cluster.api.store import session_store, store_client
 from swell.cluster.api.store.session_store import CommitChunk, CreateSession, EndSession
-from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
+from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 CHUNKS = ([1, 2, 3, 4, 5], [6], [7, 8, 9, 10, 11, 12, 13], [14, 15])
 COMPLETIONS = "/v1/completions"
@@ -205,7 +206,7 @@ def test_another_ingress_continues_at_the_same_engine(tmp_path: Path) -> None:
             other = server.cluster.another_ingress(server.store.new_handle())
             async with (
                 other as (_, url),
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+                httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             ):
                 for choice in range(6):
                     id, before, ranks = await server.create(), list[int](), set[int]()
@@ -241,7 +242,7 @@ def test_a_new_store_receives_the_sessions_again(tmp_path: Path) -> None:
             other = server.cluster.another_ingress(server.store.new_handle())
             async with (
                 other as (_, url),
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+                httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             ):
                 id, before = await server.create(), list[int]()
                 for number, ids in enumerate([*CHUNKS] * 2):
@@ -406,7 +407,7 @@ def test_a_resumable_chunk_must_name_its_number(tmp_path: Path) -> None:
             other = server.cluster.another_ingress(server.store.new_handle())
             async with (
                 other as (_, url),
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+                httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             ):
                 again = await client.post(COMPLETIONS, json=asked, headers=key)
             assert first.json()["choices"] == again.json()["choices"]
@@ -481,7 +482,7 @@ def test_a_late_retry_removes_no_later_chunk(tmp_path: Path) -> None:
             other = server.cluster.another_ingress(server.store.new_handle())
             async with (
                 other as (_, url),
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+                httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             ):
                 again = await client.post(COMPLETIONS, json=asked, headers=key)
             assert first.json()["choices"] == again.json()["choices"]

@@ -29,7 +29,7 @@ from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.wire import ClusterView
 from tests.cluster.api.admin.admin_server import JSON, AdminServer, admin_server
 from tests.cluster.api.bodies.test_request_forms import BODIES
-from tests.support.secret_texts import shows
+from tests.support.untrusted.secret_texts import shows
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.slow

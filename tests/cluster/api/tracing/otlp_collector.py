@@ -23,10 +23,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 from swell.cluster.api.tracing.exporter import INSTALL, is_installed
+from tests.support.deadlines import HANG_S
 
 needs_exporter = pytest.mark.skipif(not is_installed(), reason=f"needs {INSTALL}")
-
-DEADLINE_S = 60.0
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -88,14 +87,14 @@ class Collector:
         self._process = process
         self._reading = Thread(target=self._read)
         self._reading.start()
-        self.endpoint = f"http://127.0.0.1:{int(self._lines.get(timeout=DEADLINE_S))}"
+        self.endpoint = f"http://127.0.0.1:{int(self._lines.get(timeout=HANG_S))}"
 
     def take(self, count: int, trace_id: str | None = None) -> list[dict[str, Any]]:
         """Returns the next `count` spans in order of arrival. With a `trace_id`, skips and drops
         the spans of other traces."""
         taken: list[dict[str, Any]] = []
         while len(taken) < count:
-            span = json.loads(self._lines.get(timeout=DEADLINE_S))
+            span = json.loads(self._lines.get(timeout=HANG_S))
             if trace_id in (None, span["trace_id"]):
                 taken.append(span)
         return taken

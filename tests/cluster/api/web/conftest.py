@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.in_process_server import InProcessServer, start_in_process_server
-from tests.support.browser import Browser, start_browser
+from tests.support.web.browser import Browser, start_browser
 
 
 @pytest.fixture(scope="session")

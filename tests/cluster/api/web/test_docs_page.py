@@ -8,8 +8,8 @@ import pytest
 
 from swell.cluster.api.openapi.document import openapi_document
 from tests.conformance.in_process_server import InProcessServer
-from tests.support.axe import needs_axe, violations
-from tests.support.browser import Browser, needs_browser
+from tests.support.web.axe import needs_axe, violations
+from tests.support.web.browser import Browser, needs_browser
 
 pytestmark = [pytest.mark.slow, needs_browser]
 

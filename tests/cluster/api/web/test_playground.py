@@ -13,12 +13,12 @@ import pytest
 
 from swell.worker.wire import AsyncModelRunnerOutput, SchedulerOutput
 from tests.conformance.in_process_server import (
-    DEADLINE_S,
     InProcessServer,
     start_in_process_server,
 )
-from tests.support.axe import needs_axe, violations
-from tests.support.browser import Browser, needs_browser
+from tests.support.deadlines import HANG_S
+from tests.support.web.axe import needs_axe, violations
+from tests.support.web.browser import Browser, needs_browser
 
 pytestmark = [pytest.mark.slow, needs_browser]
 
@@ -100,7 +100,7 @@ def test_stop_aborts_the_answer_and_frees_the_engine(
 
     def wait_after_some(plan: SchedulerOutput) -> AsyncModelRunnerOutput:
         if next(steps) >= 30:
-            stopped.wait(DEADLINE_S)
+            stopped.wait(HANG_S)
         return execute(plan)
 
     monkeypatch.setattr(server.executor, "execute", wait_after_some)

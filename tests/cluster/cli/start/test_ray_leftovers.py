@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.start.ray_leftovers import end_all, writers
+from tests.support.deadlines import HANG_S
 
-DEADLINE_S = 120.0
 ORPHAN = """
 import subprocess, sys
 words = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -52,7 +52,7 @@ def start(*command: str, log: Path, mode: str = "a") -> subprocess.Popen[str]:
 
 
 def test_a_terminated_ray_leaves_no_process(tmp_path: Path) -> None:
-    assert writers(tmp_path) == [] == end_all(tmp_path, DEADLINE_S)
+    assert writers(tmp_path) == [] == end_all(tmp_path, HANG_S)
 
 
 def test_a_stopped_process_and_the_child_of_a_killed_one_are_killed(
@@ -63,9 +63,9 @@ def test_a_stopped_process_and_the_child_of_a_killed_one_are_killed(
     parent = start("-c", ORPHAN, log=log)
     assert parent.stdout is not None
     orphan = int(parent.stdout.readline())
-    parent.communicate(timeout=DEADLINE_S)
+    parent.communicate(timeout=HANG_S)
     assert set(end_all(tmp_path, 0.1)) == {stopped.pid, orphan}
-    assert stopped.wait(timeout=DEADLINE_S) == -signal.SIGKILL
+    assert stopped.wait(timeout=HANG_S) == -signal.SIGKILL
     assert writers(tmp_path) == []
 
 
@@ -74,8 +74,8 @@ def test_processes_that_exit_by_themselves_are_waited_for(tmp_path: Path, log: P
     ending = start("-c", WAITS_FOR, str(end), log=log)
     assert writers(tmp_path) == [ending.pid]
     end.touch()
-    assert end_all(tmp_path, DEADLINE_S) == []
-    assert ending.wait(timeout=DEADLINE_S) == 0
+    assert end_all(tmp_path, HANG_S) == []
+    assert ending.wait(timeout=HANG_S) == 0
 
 
 def test_a_log_reader_and_this_process_are_not_leftovers(tmp_path: Path, log: Path) -> None:
@@ -86,7 +86,7 @@ def test_a_log_reader_and_this_process_are_not_leftovers(tmp_path: Path, log: Pa
     assert other.poll() is None
     for process in (reader, other):
         process.kill()
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=HANG_S)
 
 
 def _log_outside(folder: Path) -> Path:
@@ -98,9 +98,9 @@ def _log_outside(folder: Path) -> Path:
 
 def test_a_process_that_starts_during_the_search_is_found(tmp_path: Path, log: Path) -> None:
     """A process that starts between two scans is found by the later one, and `end_all` kills it."""
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     late = start("-c", "import time; time.sleep(600)", log=log)
     while not writers(tmp_path):
         assert time.monotonic() < deadline
     assert end_all(tmp_path, 0.0) == [late.pid]
-    late.wait(timeout=DEADLINE_S)
+    late.wait(timeout=HANG_S)

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.cli.start.ray_leftovers import _GRACE_S, continued, wake
+from tests.support.deadlines import HANG_S
 
-DEADLINE_S = 120.0
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 STOPS_AGAIN = """
 import os, signal
@@ -45,7 +45,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield run
     for process in started:
         process.kill()
-        process.communicate(timeout=DEADLINE_S)
+        process.communicate(timeout=HANG_S)
 
 
 def stop(process: subprocess.Popen[str]) -> None:
@@ -58,7 +58,7 @@ def state(process: subprocess.Popen[str]) -> str:
 
 
 def wait_for(process: subprocess.Popen[str], *states: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = time.monotonic() + HANG_S
     while state(process) not in states:
         assert time.monotonic() < deadline, state(process)
         time.sleep(0.01)
@@ -88,7 +88,7 @@ def test_a_repeatedly_stopped_process_is_killed(tmp_path: Path, start: Start) ->
         wait_for(stubborn, "T")
     assert found_s == {stubborn.pid: 0.0} and stubborn.poll() is None
     wake(tmp_path / "ray", found_s, _GRACE_S + 1)
-    assert stubborn.wait(DEADLINE_S) == -signal.SIGKILL
+    assert stubborn.wait(HANG_S) == -signal.SIGKILL
     assert running.poll() is None
 
 

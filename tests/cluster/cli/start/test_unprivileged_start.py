@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.untrusted_account import ROOT, UID
+from tests.support.deadlines import HANG_S
+from tests.support.untrusted.untrusted_account import ROOT, UID
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account")
 
 NANO = ROOT / "configs" / "models" / "nano"
-DEADLINE_S = 300
 STARTS = """
 import contextlib, json, os, stat, sys
 from pathlib import Path
@@ -28,7 +28,7 @@ from ray._private.authentication.authentication_token_setup import ensure_token_
 from swell.cluster.cli import launch
 from swell.cluster.cli.main import main
 from swell.cluster.cli.start import private_home, ray_settings
-from tests.support.untrusted_account import become
+from tests.support.untrusted.untrusted_account import become
 
 found = {}
 
@@ -75,7 +75,7 @@ def start(model: Path, home: str | None) -> tuple[dict[str, Any], list[str], lis
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -16,9 +16,10 @@ from swell.cluster.client.routing.routable_engines import Role
 from swell.coordinator import roster as rosters
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import PoolingParams, SamplerParams
-from tests.cluster.fake_cluster import DEADLINE_S, FakeCluster, body, truth, until
+from tests.cluster.fake_cluster import FakeCluster, body, truth, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 LONG = [*range(1, 40)]
 """Prompt token ids. Blocks have 4 tokens, so 36 of the ids fill the blocks before the last
@@ -279,7 +280,7 @@ def test_a_session_is_not_prefilled_for_an_engine_that_holds_it(tmp_path: Path) 
             other = found.another_ingress(store.new_handle())
             async with (
                 other as (_, url),
-                httpx.AsyncClient(base_url=url, timeout=DEADLINE_S) as client,
+                httpx.AsyncClient(base_url=url, timeout=HANG_S) as client,
             ):
                 asked = body(SHORT, 4, session_id=id, return_token_ids=True)
                 answer = (await client.post(COMPLETIONS, json=asked)).json()

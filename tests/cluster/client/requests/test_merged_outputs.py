@@ -28,9 +28,7 @@ from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text.tokenizers_for_tests import byte_level
-
-DEADLINE_S = 60.0
-
+from tests.support.deadlines import HANG_S
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 PROCESSOR = OutputProcessor(Detokenizer(byte_level()))
@@ -75,7 +73,7 @@ async def after(
     await asyncio.sleep(0)
     for one, what in puts:
         put(one, what)
-    return texts(await asyncio.wait_for(waiting, DEADLINE_S))
+    return texts(await asyncio.wait_for(waiting, HANG_S))
 
 
 def test_pending_outputs_are_merged_and_returned_together():
@@ -100,7 +98,7 @@ def test_outputs_that_arrive_while_the_reader_is_busy_are_ready_at_once():
         reader = MergedOutputs([one], SamplingParams(), DELTA)
         assert await after(reader, (one, output("x"))) == [(0, "x")]
         put(one, output("y"))
-        assert texts(await asyncio.wait_for(anext(reader), DEADLINE_S)) == [(0, "y")]
+        assert texts(await asyncio.wait_for(anext(reader), HANG_S)) == [(0, "y")]
         assert await after(reader, (one, output("z", finished=True))) == [(0, "z")]
 
     asyncio.run(read())
@@ -125,7 +123,7 @@ def test_pending_outputs_precede_a_failure():
         put(two, EngineGone("no more"))
         assert texts(await anext(reader)) == [(0, "x")]
         with pytest.raises(EngineGone, match="no more"):
-            await asyncio.wait_for(anext(reader), DEADLINE_S)
+            await asyncio.wait_for(anext(reader), HANG_S)
 
     asyncio.run(read())
 
@@ -136,7 +134,7 @@ def test_a_failure_follows_the_pending_output_of_its_request():
         reader = MergedOutputs([one], SamplingParams(), DELTA)
         assert await after(reader, (one, output("x")), (one, EngineGone("no more"))) == [(0, "x")]
         with pytest.raises(EngineGone, match="no more"):
-            await asyncio.wait_for(anext(reader), DEADLINE_S)
+            await asyncio.wait_for(anext(reader), HANG_S)
 
     asyncio.run(read())
 
@@ -150,7 +148,7 @@ def test_a_failed_output_does_not_replace_the_text_before_it(reason: str):
         failed.outputs[0].finish_reason, failed.outputs[0].stop_reason = reason, "no memory"
         assert await after(reader, (one, output("x")), (one, failed)) == [(0, "x")]
         with pytest.raises((RequestFailed, RequestInvalid), match="no memory"):
-            await asyncio.wait_for(anext(reader), DEADLINE_S)
+            await asyncio.wait_for(anext(reader), HANG_S)
 
     asyncio.run(read())
 
@@ -216,7 +214,7 @@ def test_answers_to_each_prompt_are_merged_when_all_are_complete():
             await asyncio.sleep(0)
             assert not waiting.done()
             put(requests[number], output(str(number), finished=True, index=number % 2))
-        prompts = await asyncio.wait_for(waiting, DEADLINE_S)
+        prompts = await asyncio.wait_for(waiting, HANG_S)
         assert [[a.text for a in p.outputs] for p in prompts] == [["0", "1"], ["2", "3"]]
         assert all(prompt.finished for prompt in prompts)
         assert reader.num_output_tokens == 4
@@ -237,7 +235,7 @@ def test_a_failed_request_ends_all_after_their_pending_outputs(kind: RequestOutp
             assert texts(await anext(reader)) == [(0, "x")]
         for _ in range(2):
             with pytest.raises(RequestFailed, match="no memory"):
-                await asyncio.wait_for(anext(reader), DEADLINE_S)
+                await asyncio.wait_for(anext(reader), HANG_S)
 
     asyncio.run(read())
 

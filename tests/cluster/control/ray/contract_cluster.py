@@ -11,12 +11,11 @@ from swell.cluster.control.ray.ray_port import Actor, Group, RayPort
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.transport.channel import ChannelKeys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
+from tests.support.deadlines import HANG_S
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")
 VERSION = "2-0f3a91c2d4e5"
-PATIENCE_S = 60.0
-"""Time limit in seconds for Ray to notice a death or start a process on a busy machine."""
 OTHER_HOST = "other_host"
 """A custom resource that only the second host has."""
 _namespaces = count()
@@ -70,7 +69,7 @@ class Cluster:
 
     async def engine(self, name: str, rank: int = 0, kind: str = "CPU") -> Actor:
         group = await self.group(f"{self.namespace}-{name}", kind=kind)
-        assert await self.ray.wait_for_group(group, PATIENCE_S)
+        assert await self.ray.wait_for_group(group, HANG_S)
         return await self.engine_in(group, name, rank)
 
     async def engine_in(self, group: Group, name: str, rank: int = 0) -> Actor:

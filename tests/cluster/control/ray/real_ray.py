@@ -21,7 +21,8 @@ import ray
 from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.coordinator.coordinator import Coordinator
 from swell.engine.serving.actor import EngineActor
-from tests.cluster.control.ray.contract_cluster import OTHER_HOST, PATIENCE_S
+from tests.cluster.control.ray.contract_cluster import OTHER_HOST
+from tests.support.deadlines import HANG_S
 
 
 class RealRay:
@@ -63,7 +64,7 @@ class RealRay:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             for node in ray.nodes():
                 if node["Alive"] and OTHER_HOST in node["Resources"]:

@@ -25,7 +25,7 @@ from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.configs.pooling import PoolingSpec
 from swell.worker.sampler_wire import Activation
 from tests.model_kinds import model_kind
-from tests.support.pooled_models import VOCABULARY, save_tokenizer
+from tests.support.weights.pooled_models import VOCABULARY, save_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from swell.configs.files.gguf.tensor_names import sources
 from swell.configs.files.gguf.tokenizer import read_vocabulary
 from swell.configs.files.gguf.unpacked import unpacked
 from swell.configs.section import ConfigError
-from tests.support.gguf_files import write_gguf
-from tests.support.gguf_small import ARCHITECTURES, small_model
+from tests.support.gguf.files import write_gguf
+from tests.support.gguf.small import ARCHITECTURES, small_model
 
 
 def config_of(folder: Path, architecture: str, matrices: str) -> dict[str, Any]:

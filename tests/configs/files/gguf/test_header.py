@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.configs.files.gguf.header import MAX_ENTRIES, MAX_ITEMS, GgufError, read_header
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf.files import write_gguf
 
 METADATA = {
     "general.architecture": "llama",

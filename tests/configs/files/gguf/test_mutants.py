@@ -16,7 +16,7 @@ COUNT = 300
 def test_every_mutant_is_unpacked_or_refused_with_one_line(tmp_path: Path) -> None:
     """In a process of its own, whose memory and CPU time are limited."""
     child = subprocess.run(
-        [sys.executable, "-m", "tests.support.gguf_mutants", str(tmp_path), str(COUNT)],
+        [sys.executable, "-m", "tests.support.gguf.mutants", str(tmp_path), str(COUNT)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -16,7 +16,7 @@ from swell.configs.files.gguf.header import read_header
 from swell.configs.files.gguf.metadata import Metadata
 from swell.configs.files.gguf.rope import rope_parameters
 from swell.configs.section import ConfigError
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf.files import write_gguf
 
 HEAD = 128
 LLAMA_3 = {

@@ -1,5 +1,5 @@
 """Token ids equal those of llama.cpp. `tests/data/gguf_token_ids.json` holds what llama-cpp-python
-0.3.36 returned, with its bos token, for the files of `tests/support/gguf_tokenizers.py`."""
+0.3.36 returned, with its bos token, for the files of `tests/support/gguf/tokenizers.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swell.configs.files.gguf.header import read_header
 from swell.configs.files.gguf.spm import MAX_CUTS, MAX_MERGES, MAX_TOKEN_CHARS
 from swell.configs.files.gguf.tokenizer import end_token_ids, read_vocabulary, tokenizer_files
 from swell.configs.section import ConfigError
-from tests.support.gguf_tokenizers import (
+from tests.support.gguf.tokenizers import (
     SPACE,
     TOKENIZERS,
     byte_pair_metadata,

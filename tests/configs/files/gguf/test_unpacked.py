@@ -10,8 +10,8 @@ import pytest
 
 from swell.configs.files.gguf.unpacked import COMPLETE, remove_unused, unpacked
 from swell.configs.section import ConfigError
-from tests.support.gguf_files import write_gguf
-from tests.support.gguf_small import small_model
+from tests.support.gguf.files import write_gguf
+from tests.support.gguf.small import small_model
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Small random pooling models, saved as folders with a tokenizer and the files of
 sentence-transformers, and their expected results: transformers' hidden states, pooled here.
 
-`python -m tests.support.pooled_models FOLDER` saves an embedder and a ranker for tests in other
-environments."""
+`python -m tests.support.weights.pooled_models FOLDER` saves an embedder and a ranker for tests in
+other environments."""
 
 from __future__ import annotations
 

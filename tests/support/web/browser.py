@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-DEADLINE_S = 120.0
+from tests.support.deadlines import HANG_S
+
 _POLL_S = 0.05
 _CHROMIUM, _DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
@@ -58,7 +59,7 @@ class Browser:
 
     def until(self, script: str, *arguments: Any) -> Any:
         """Waits until the script returns a true value, and returns it."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + HANG_S
         while not (value := self.run(script, *arguments)):
             assert time.monotonic() < end, f"{script}\nthe page shows:\n{self.text()}"
             time.sleep(_POLL_S)
@@ -107,7 +108,7 @@ def start_browser(folder: Path) -> Iterator[Browser]:
     command = [_DRIVER, "--port=0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as driver:
         try:
-            with httpx.Client(base_url=_address(driver), timeout=DEADLINE_S) as client:
+            with httpx.Client(base_url=_address(driver), timeout=HANG_S) as client:
                 browser = Browser(client, _capabilities(_CHROMIUM, folder))
                 try:
                     yield browser

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.cluster import ROOT
-from tests.support.browser import Browser
+from tests.support.web.browser import Browser
 
 AXE = ROOT / "build" / "axe-core" / "axe.min.js"
 needs_axe = pytest.mark.skipif(

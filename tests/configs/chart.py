@@ -1,5 +1,5 @@
 """Makes the Helm chart of `configs/k8s/rayservice.yaml`: values that differ between clusters become
-values of the chart. `python -m tests.configs.deployment.chart` writes it."""
+values of the chart. `python -m tests.configs.chart` writes it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.test_layers import ROOT
 
 SOURCE = ROOT / "configs" / "k8s" / "rayservice.yaml"
 CHART = ROOT / "configs" / "k8s" / "chart"
-_HEADER = "# Made of configs/k8s/rayservice.yaml by `python -m tests.configs.deployment.chart`.\n"
+_HEADER = "# Made of configs/k8s/rayservice.yaml by `python -m tests.configs.chart`.\n"
 
 
 class Value(NamedTuple):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from swell.cluster.api.admin.protocol import ClusterState
 from tests.faults.cluster_monitor import INGRESS, MANAGER, STORE
-from tests.faults.hosts import Hosts
+from tests.faults.hosts.hosts import Hosts
 from tests.faults.process import Cluster, ClusterFailed, listeners
 
 _ACTORS = ("EngineActor", "WorkerActor", "Coordinator", MANAGER, INGRESS, STORE, "watchdog_process")

@@ -1,6 +1,6 @@
 """Opens mutants of small GGUF files, within a limit of memory:
 
-    python -m tests.support.gguf_mutants FOLDER COUNT
+    python -m tests.support.gguf.mutants FOLDER COUNT
 
 A mutant differs in its metadata, in its tensors, or in its bytes. A seed determines it. The program
 prints how many mutants were unpacked, and how many were refused.
@@ -21,8 +21,8 @@ from typing import Any
 
 from swell.configs.files.gguf.header import GgufError
 from swell.configs.files.gguf.unpacked import unpacked
-from tests.support.gguf_files import TYPES, write_gguf
-from tests.support.gguf_small import ARCHITECTURES, small_model
+from tests.support.gguf.files import TYPES, write_gguf
+from tests.support.gguf.small import ARCHITECTURES, small_model
 
 MEMORY_BYTES = 2**30
 CPU_S = 300

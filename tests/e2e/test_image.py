@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.test_layers import ROOT
+from tests.e2e.cluster import ROOT
 
 BASE = "docker.io/library/debian:bookworm-slim"
 MIRROR = "http://deb.debian.org/debian"

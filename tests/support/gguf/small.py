@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.gguf_files import Tensors
-from tests.support.gguf_tokenizers import byte_pair_metadata, sentence_piece_metadata
+from tests.support.gguf.files import Tensors
+from tests.support.gguf.tokenizers import byte_pair_metadata, sentence_piece_metadata
 
 LAYERS, HIDDEN, HEADS, HEAD, INNER, EXPERTS = 2, 32, 2, 16, 64, 4
 BYTES = {"F32": 4, "F16": 2, "BF16": 2}

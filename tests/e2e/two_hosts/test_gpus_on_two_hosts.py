@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults import hosts as hosts_module
-from tests.faults.hosts import Hosts
+from tests.faults.hosts import hosts as hosts_module
+from tests.faults.hosts.hosts import Hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 GPUS = 4
 Worker = dict[str, Any]

@@ -21,13 +21,14 @@ import pytest
 from swell.cluster.api.admin.protocol import ClusterState
 from tests.cluster import fake_server
 from tests.faults import __main__ as command
-from tests.faults import host_faults, load, trial
-from tests.faults import hosts as hosts_module
+from tests.faults import load, trial
 from tests.faults.cluster_monitor import NotReached
 from tests.faults.fault_types import Fault, FaultEffect
-from tests.faults.host_cluster import HostCluster
-from tests.faults.host_faults import HOST_FAULTS
-from tests.faults.hosts import Hosts, HostsFailed
+from tests.faults.hosts import host_faults
+from tests.faults.hosts import hosts as hosts_module
+from tests.faults.hosts.host_cluster import HostCluster
+from tests.faults.hosts.host_faults import HOST_FAULTS
+from tests.faults.hosts.hosts import Hosts, HostsFailed
 from tests.faults.load import Answer, Load, percentile
 from tests.faults.moments import Moment
 from tests.faults.report import Result

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.configs.deployment.chart import CHART, SOURCE, VALUES, files
+from tests.configs.chart import CHART, SOURCE, VALUES, files
 from tests.test_layers import ROOT
 
 HELM = shutil.which("helm")
@@ -37,7 +37,7 @@ def rendered(*arguments: str, release: str = "swell") -> dict[str, Any]:
 
 def test_the_files_of_the_chart_are_up_to_date() -> None:
     for path, text in files().items():
-        assert path.read_text() == text, "run `python -m tests.configs.deployment.chart`"
+        assert path.read_text() == text, "run `python -m tests.configs.chart`"
     found = {path for path in CHART.rglob("*") if path.is_file()}
     assert found == {*files(), CHART / "Chart.yaml"}
 

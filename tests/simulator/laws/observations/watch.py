@@ -28,12 +28,12 @@ from tests.simulator.faults import FaultInjector
 from tests.simulator.kernel.process import Process
 from tests.simulator.laws.calm import Calm, Durations
 from tests.simulator.laws.decisions import DecisionWatch
-from tests.simulator.laws.disturbances import LOOK_S, Disturbances
 from tests.simulator.laws.freed import FreedWatch
 from tests.simulator.laws.growth import GrowthWatch
 from tests.simulator.laws.knowledge import KnowledgeWatch
 from tests.simulator.laws.leaving import LeavingWatch
 from tests.simulator.laws.membership import MembershipWatch
+from tests.simulator.laws.observations.disturbances import LOOK_S, Disturbances
 from tests.simulator.laws.pausing import PausingWatch
 from tests.simulator.laws.refusals import RefusalWatch
 from tests.simulator.laws.stored import StoredWatch

@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from swell.cluster.cli.start import ray_settings
-from tests.faults.namespaces import HostsFailed, Namespaces, refusal, remove, run, wait_until
+from tests.faults.hosts.namespaces import HostsFailed, Namespaces, refusal, remove, run, wait_until
+from tests.support.deadlines import HANG_S
 
 __all__ = ["Hosts", "HostsFailed", "refusal"]
 
 _RAY_PORT = 6379
 _REDIS_PORT = 6380
-_START_S = 120.0
-"""The time in which Ray's GCS must start, next to other tests."""
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CHECKS = "RAY_health_check_failure_threshold"
 _NODE_SETTINGS = {
@@ -187,7 +186,7 @@ def _settings(more: Mapping[str, str]) -> Iterator[None]:
     """Sets the environment of a Ray node, which uses little CPU while idle, as under `swell
     serve`."""
     before = dict(os.environ)
-    ray_settings.set_defaults(_START_S)
+    ray_settings.set_defaults(HANG_S)
     os.environ.update(_NODE_SETTINGS, **more)
     os.environ.pop(_OUTLASTS, None)
     for name in _PROXIES:  # gRPC would connect to the other hosts through the proxies

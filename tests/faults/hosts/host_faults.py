@@ -18,8 +18,8 @@ from typing import Literal
 from swell.cluster.api.admin.protocol import ClusterState
 from tests.faults.cluster_monitor import MANAGER, ClusterMonitor, NotReached
 from tests.faults.fault_types import Fault, FaultEffect
-from tests.faults.host_cluster import HostCluster
-from tests.faults.hosts import Hosts
+from tests.faults.hosts.host_cluster import HostCluster
+from tests.faults.hosts.hosts import Hosts
 
 HEAD = 0
 ENGINE_HOSTS = (1, 2)

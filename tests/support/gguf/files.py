@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from tests.support.gguf_blocks import encode
+from tests.support.gguf.blocks import encode
 
 TYPES = {
     "F32": 0,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.gguf_files import write_gguf
+from tests.support.gguf.files import write_gguf
 
 TEXT = """The quick brown fox jumps over the lazy dog. She sells sea shells, and he's sold 1234567
 of them; they'll say it's 3.14159, WE'RE here! def f(x): return {"a": [1, 2, 3]}  # naïve café

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
-from tests.support.untrusted_peers import Door, knock_with_keys, visit
+from tests.support.untrusted.untrusted_peers import Door, knock_with_keys, visit
 
 UID = 54_321
 """A user id without a name and a home."""
-_LIMIT_S = 120.0
-"""A deadline of each attempt, which only a failure reaches."""
 _CONNECT_S = 1
 """How long a socket may take to accept a connection; one that drops all packets never does."""
 _CALL_S = 30
@@ -51,7 +50,7 @@ class UntrustedAccount:
 
     def __init__(self, uid: int = UID) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.untrusted_account", str(uid)],
+            [sys.executable, "-m", "tests.support.untrusted.untrusted_account", str(uid)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -59,7 +58,7 @@ class UntrustedAccount:
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        if not self._lines.get(timeout=_LIMIT_S):
+        if not self._lines.get(timeout=HANG_S):
             raise RuntimeError("the process did not become another account: see its output")
 
     @property
@@ -78,7 +77,7 @@ class UntrustedAccount:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps([name, *arguments]) + "\n")
         self._process.stdin.flush()
-        kind, value = json.loads(self._lines.get(timeout=_LIMIT_S) or '["Gone", "it has ended"]')
+        kind, value = json.loads(self._lines.get(timeout=HANG_S) or '["Gone", "it has ended"]')
         if kind:
             raise Refused(kind, value)
         return value

@@ -25,15 +25,16 @@ from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_upgrade import SETTINGS as UPGRADE_SETTINGS
 from tests.e2e.test_upgrade import answers_while as answers_of_versions
 from tests.e2e.test_upgrade import assert_pure, upgrade
-from tests.faults import hosts as hosts_module
 from tests.faults.cluster_monitor import INGRESS, MANAGER
-from tests.faults.hosts import Hosts
+from tests.faults.hosts import hosts as hosts_module
+from tests.faults.hosts.hosts import Hosts
+from tests.faults.hosts.namespaces import wait_until
 from tests.faults.load import SHORT_DECODE, Answer, Load, compare, make_requests, reference
-from tests.faults.namespaces import wait_until
 from tests.faults.process import HTTP
-from tests.support.changed_weights import add_noise, copy_of
+from tests.support.deadlines import HANG_S
+from tests.support.weights.changed_weights import add_noise, copy_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.slow
 
 MOE = NANO.parent / "nano-moe"
 STREAMS = 12
@@ -46,7 +47,6 @@ CUT_S = 4 * STALL_S
 """Three health checks of Ray Serve would fail in this time if their timeout were not longer."""
 ONE_WORKER_A_HOST = "cluster.cpus_per_worker=2"
 TWO_WORKERS_A_HOST = "cluster.cpus_per_worker=1"
-CHANGE_S = 240.0
 SECOND_NETWORK = "172.31.99.0/24"
 SECOND = ("172.31.99.1", "172.31.99.2")
 """Second addresses of the hosts, which Ray does not know."""
@@ -139,7 +139,7 @@ class TwoHostCluster:
         return active == [True] * engines and idle and ready
 
     async def wait_until_whole(self, engines: int) -> None:
-        deadline = time.monotonic() + CHANGE_S
+        deadline = time.monotonic() + HANG_S
         while True:
             try:
                 if await asyncio.to_thread(self.is_whole, engines):
@@ -148,7 +148,7 @@ class TwoHostCluster:
                 pass
             if time.monotonic() > deadline:
                 raise AssertionError(
-                    f"not whole after {CHANGE_S:g} s: {self.get('/admin/cluster').text}; "
+                    f"not whole after {HANG_S:g} s: {self.get('/admin/cluster').text}; "
                     f"{[self.get('/ready', host).text for host in (0, 1)]}"
                 )
             await asyncio.sleep(0.2)

@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from ray._raylet import Config as RayConfig
 
-from tests.faults import hosts
+from tests.faults.hosts import hosts
 from tests.support.reliability_claims import LIMITS, MECHANISMS, PROMISE
 from tests.test_layers import ROOT
 

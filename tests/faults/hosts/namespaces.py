@@ -24,9 +24,8 @@ from typing import Literal, Self
 
 from tests.faults.process import alive, title
 from tests.support import reaper
+from tests.support.deadlines import HANG_S
 
-_COMMAND_S = 120.0
-_VANISH_S = 60.0
 _SLOW = "tbf rate 2mbit burst 16kb latency 400ms"
 """The rule of either direction of a slow link: packets wait at most this long and are then lost."""
 _DROP_ALL = ("protocol", "all", "bpf", "da", "bytecode", "1,6 0 0 2")
@@ -258,7 +257,7 @@ def _tc(*words: str) -> str:
     return run(["tc", *words])
 
 
-def run(command: Sequence[str], limit_s: float = _COMMAND_S) -> str:
+def run(command: Sequence[str], limit_s: float = HANG_S) -> str:
     """Runs a command; returns its output. Raises HostsFailed with the last lines of it."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
@@ -271,7 +270,7 @@ def run(command: Sequence[str], limit_s: float = _COMMAND_S) -> str:
 
 
 def wait_until(
-    is_done: Callable[[], bool], problem: Callable[[], str], limit_s: float = _VANISH_S
+    is_done: Callable[[], bool], problem: Callable[[], str], limit_s: float = HANG_S
 ) -> None:
     deadline = time.monotonic() + limit_s
     while not is_done():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests.support.paths import ROOT
+
+EXAMPLES = ROOT / "examples"
 OF_A_SERVER = ("stream", "tools", "session", "rescale")
 TIMEOUT_S = 400
 """Time limit in seconds for one example on a busy machine."""

@@ -1,0 +1,1 @@
+"""Clusters of two hosts, which are network namespaces."""

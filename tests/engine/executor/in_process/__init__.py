@@ -1,0 +1,1 @@
+"""Tests of executors whose workers run in the process of the engine."""

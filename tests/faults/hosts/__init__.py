@@ -1,0 +1,1 @@
+"""Faults of hosts and links, with hosts made of network namespaces."""

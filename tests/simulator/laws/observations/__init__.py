@@ -1,0 +1,1 @@
+"""Reports of a run for the laws: probes, watches and disturbances."""

@@ -1,0 +1,1 @@
+"""Peers, accounts and texts that test the protections."""

@@ -1,0 +1,1 @@
+"""Adapters, draft heads and small models for tests."""
