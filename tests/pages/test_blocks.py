@@ -27,7 +27,19 @@ from tests.pages.blocks import LANGUAGES, Block, blocks, blocks_of, commands, pa
 from tests.pages.curl import request_of
 from tests.support.paths import ROOT
 
-OTHER_PROGRAMS = {"docker", "git", "kubectl", "ray", "source", "chmod", "cd", "mkdir", "npm", "tar"}
+OTHER_PROGRAMS = {
+    "docker",
+    "git",
+    "helm",
+    "kubectl",
+    "ray",
+    "source",
+    "chmod",
+    "cd",
+    "mkdir",
+    "npm",
+    "tar",
+}
 """Programs whose commands are not checked here: they need their own services, hosts or shell.
 `tests/cluster/cli/test_documented_commands.py` checks the options of Ray's."""
 OTHER_CONFIGURATIONS = {"docs/operate/proxy.md": "Envoy reads it"}
