@@ -91,8 +91,14 @@ def _update_weights(parser: argparse.ArgumentParser) -> None:
 
 def _generate(parser: argparse.ArgumentParser) -> None:
     _config(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="+")
-    parser.add_argument("--max-tokens", metavar="N", type=int, default=64, help="default 64")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="+", help="one or more prompts")
+    parser.add_argument(
+        "--max-tokens",
+        metavar="N",
+        type=int,
+        default=64,
+        help="length limit of an answer (default 64)",
+    )
     parser.add_argument("--temperature", metavar="T", type=float, default=0.0, help="default 0")
     parser.add_argument("--seed", metavar="N", type=int, help="default: a new seed each time")
     parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
@@ -104,7 +110,9 @@ def _save_sharded(parser: argparse.ArgumentParser) -> None:
 
 
 def _chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", nargs="?", default=DEFAULT_URL)
+    parser.add_argument(
+        "url", metavar="URL", nargs="?", default=DEFAULT_URL, help=f"default {DEFAULT_URL}"
+    )
     _key(parser)
     parser.add_argument("--model", metavar="NAME", help="default: the first served model")
     parser.add_argument("--system", metavar="TEXT", help="a system message to start with")
