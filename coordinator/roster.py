@@ -49,6 +49,8 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
     unknown."""
     leaves: bool = False
     """Whether it starts leaving once it has replaced its worker."""
+    numerics: str = ""
+    """The numerics class: engines of one class find the same bits for a request. Empty: unknown."""
 
 
 class Roster(msgspec.Struct, frozen=True, array_like=True, dict=True):

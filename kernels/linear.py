@@ -102,6 +102,18 @@ def panel(device_type: str) -> int | None:
     return width
 
 
+def numerics(device_type: str) -> str | None:
+    """Returns the numerics class of this backend on this type of device: libraries with the same
+    name find the same bits for all operations. None: torch computes, and no name is known.
+
+    In `cpu` it has the processor's architecture, whether a product and a sum are rounded once
+    (`fma`), and the compiler with its version; it does not depend on the width of vectors, nor on
+    the instructions for bfloat16 and integers. Backends: reference and triton (None), cpu.
+    """
+    name: str | None = backends.get("linear", device_type).numerics()
+    return name
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """x [..., in], weight [out, in], bias [out] or none -> new [..., out], all of one type.
 

@@ -1,18 +1,22 @@
-"""Refuses a model that cannot be computed exactly (`model.exact`).
+"""Decides what the bits of results depend on.
 
-Results are exact if the bits of a row do not depend on its batch. Packed weights give that to
-products (see `kernels/linear.py`), and every backend that packs weights has exact attention.
+Results are exact (`model.exact`) if the bits of a row do not depend on its batch. Packed weights
+give that to products (see `kernels/linear.py`), and every backend that packs weights has exact
+attention. Workers of one *numerics class* find the same bits for a row.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
 
 from swell.kernels.attention import MAX_HEAD_DIM
-from swell.kernels.linear import PackedTensor, pack
+from swell.kernels.cpu.build import processor
+from swell.kernels.linear import PackedTensor, numerics, pack
 from swell.worker.layers.attention import Attention
+from swell.worker.model_interfaces import ComputesWithTorch, Model
 
 _OR_NOT = "or set model.exact=false"
 
@@ -33,8 +37,7 @@ def refuse_inexact(
             f"model.exact=true: the model has attention heads of {largest}, and a GPU computes "
             f"heads of at most {MAX_HEAD_DIM} exactly; use model.device=cpu, {_OR_NOT}"
         )
-    probe = torch.zeros(1, 1, dtype=dtype, device=device)
-    if not isinstance(pack(probe, exact=True), PackedTensor):
+    if not _packs(dtype, device):
         needs = (
             "a CPU needs model.dtype=float32 or bfloat16 and a C++ compiler"
             if device.type == "cpu"
@@ -45,3 +48,39 @@ def refuse_inexact(
             f"model.exact=true: products of the type {name} depend on the batch here; {needs}, "
             f"{_OR_NOT}"
         )
+
+
+def _packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether products of this type can have packed weights."""
+    probe = torch.zeros(1, 1, dtype=dtype, device=device)
+    return isinstance(pack(probe, exact=True), PackedTensor)
+
+
+def numerics_class(model: Model, dtype: torch.dtype, device: torch.device) -> str:
+    """Returns the numerics class of a worker of this model.
+
+    On a GPU it is the kind of the GPU and the version of torch. On a CPU it is the class of the
+    compiled kernels, and a digest of the cosines that torch computes for tables of positions. If
+    torch also computes products, it chooses its code by the processor, whose features then belong
+    to the class.
+    """
+    torch_version = f"torch{torch.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device).replace(' ', '-')}-{torch_version}"
+    own = numerics(device.type) if _packs(dtype, device) else None
+    if own is not None and not isinstance(model, ComputesWithTorch):
+        return f"{own}-{_digest_of_tables():08x}"
+    capability, features = torch.backends.cpu.get_cpu_capability(), processor().encode()
+    parts = own, torch_version, capability, f"{zlib.crc32(features):08x}"
+    return "-".join(part for part in parts if part is not None)
+
+
+def _digest_of_tables() -> int:
+    """Returns a digest of the functions of torch that `layers/rotary.py` calls."""
+    steps = torch.arange(64, dtype=torch.float32) / 64
+    found = 0
+    for base in (1e4, 5e5, 1e6):
+        angles = torch.arange(64, dtype=torch.float32)[:, None] * (1.0 / base**steps)
+        for table in (angles.cos(), angles.sin()):
+            found = zlib.crc32(table.numpy().tobytes(), found)
+    return found

@@ -76,6 +76,15 @@ class ComputesLogits(Protocol):
 
 
 @runtime_checkable
+class ComputesWithTorch(Protocol):
+    """A model in which torch may compute any operation, so that its bits depend on the features of
+    the processor."""
+
+    transformers_model: str
+    """The name of the class that computes it."""
+
+
+@runtime_checkable
 class SupportsPP(Protocol):
     """A model that pipeline stages divide."""
 

@@ -337,6 +337,8 @@ class WorkerLimits(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Whether K and V are kept for later steps; otherwise every prompt is computed in one step."""
     offload_blocks: tuple[int, int] = (0, 0)
     """See `InitCache`."""
+    numerics: str = ""
+    """The numerics class, see `worker/exactness.py`; empty: unknown."""
 
 
 class MemoryMeasured(msgspec.Struct, frozen=True, tag=7, array_like=True, gc=False):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.rendezvous import Stores, reachable
 from swell.worker.drafting.draft_loading import load_draft_model
 from swell.worker.drafting.draft_model import NO_DRAFT_MODEL, NoDraftModel
+from swell.worker.exactness import numerics_class
 from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import Packing, pack_weights, refuse_unquantizable
 from swell.worker.loader import load_weights
@@ -169,6 +170,7 @@ class Worker:
             samples=steps.samples,
             keeps_kv=steps.keeps_kv,
             offload_blocks=offload_blocks if steps.keeps_kv else (0, 0),
+            numerics=numerics_class(self._built_model, self._dtype, self.device),
         )
 
     def profile(self, steps: LargestSteps) -> Iterator[int | None]:
@@ -209,7 +211,7 @@ class Worker:
                 pooling, cast("PoolingModel", model), model_config, self.device, self._dtype
             )
         for layer in [*model.attention_layers(), *moe_layers(model)]:
-            layer.register_forward_hook(self._count_layer)
+            layer.register_forward_hook(lambda *_: self._count_progress())
         self.draft_model = load_draft_model(
             self.config, hf_config, pooling, model, self.mesh, self._count_progress
         )
@@ -457,9 +459,6 @@ class Worker:
     def _on_compiled(self, done_files: int, all_files: int) -> None:
         self._count_progress()
         self._progress(CompileProgress(self.rank, done_files, all_files))
-
-    def _count_layer(self, *_call: Any) -> None:
-        self._count_progress()
 
     def _count_progress(self) -> None:
         self._progress_counter += 1

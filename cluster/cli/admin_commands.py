@@ -100,6 +100,9 @@ def _notes(state: ClusterState) -> Iterator[str]:
         again = _next_try(left.next_try_s)
         text = f"left by terminated engines: {left.names} ({left.reason})"
         yield f"{text}; {left.failures} attempts to remove them failed, the next one {again}"
+    classes = sorted({engine.numerics for engine in state.engines if engine.numerics})
+    if len(classes) > 1:
+        yield f"engines differ in the bits of their results: {', '.join(classes)}"
     if asleep := [engine.rank for engine in state.engines if engine.sleep_level]:
         yield f"asleep: engines {asleep}, level {max(e.sleep_level for e in state.engines)}"
     error = f" ({state.upgrade.error})" if state.upgrade.error else ""

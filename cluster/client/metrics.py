@@ -146,6 +146,9 @@ class PrometheusStats(StatsSink, Collector):
         self._resubmitted = Counter(
             "resubmitted_requests", "Times that a request was moved to another engine."
         )
+        self._numerics_changes = Counter(
+            "numerics_changes", "Times that a request moved to an engine of another numerics class."
+        )
         self._refused = Counter(
             "refused_requests",
             "Requests that were refused because too many already waited.",
@@ -196,6 +199,10 @@ class PrometheusStats(StatsSink, Collector):
     def resubmitted(self) -> None:
         """Counts a request that moved to another engine."""
         self._resubmitted.inc()
+
+    def numerics_changed(self) -> None:
+        """Counts an answer that continues on an engine of another numerics class."""
+        self._numerics_changes.inc()
 
     def refused(self, reason: str) -> None:
         """Counts a request that was not admitted."""

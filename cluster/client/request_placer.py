@@ -27,7 +27,8 @@ class RequestPlacer:
     were lost, or if the engine replaces a worker or is unreachable and another engine can continue.
     It is sent to another engine, or to the same one again, as the next attempt, together with the
     output tokens so far; that engine recomputes them and continues. An answer that has begun
-    continues only on an engine with its version. If no engine is available, a request waits: for
+    continues only on an engine with its version, if possible on one of the numerics class in which
+    it began. If no engine is available, a request waits: for
     `cluster.start_timeout_s` if it had an engine before, otherwise for `serve.no_engine_timeout_s`.
     """
 
@@ -111,6 +112,7 @@ class RequestPlacer:
         if self._splits_prompts and rank is None and not state.output_token_ids:
             self._split(state, version, max_tokens)
             version = state.handover.version or version
+        has_begun = bool(state.output_token_ids) or state.handover.is_ready
         try:
             route = self._router.choose(
                 request.request_id,
@@ -119,6 +121,7 @@ class RequestPlacer:
                 rank=rank,
                 version=version,
                 max_tokens=max_tokens,
+                numerics=state.numerics if has_begun else None,
                 role=state.handover.role,
                 is_handed_over=state.handover.is_ready,
             )
@@ -130,7 +133,9 @@ class RequestPlacer:
             f"the router chose engine {route.rank}, which is not in the roster"
         )
         engine, now_s, is_moved = EngineId.of(member), self._clock(), state.is_moved
-        state.assign(engine, member.version, route, now_s)
+        if has_begun and state.numerics not in ("", member.numerics):
+            self._metrics.numerics_changed()
+        state.assign(engine, member, route, now_s)
         state.journey.add(JourneyEventType.ROUTED, now_s, *state.placement)
         self._client.send(engine, state.engine_request())
         if is_moved:

@@ -111,6 +111,7 @@ def _engine(handle: EngineHandle, state: str, report: EngineReport | None) -> Js
         "rank": handle.rank,
         "state": state,
         "version": handle.version_name,
+        "numerics": handle.ready.limits.numerics if handle.ready else "",
         "pid": handle.ready.pid if handle.ready else None,
         "node": handle.ready.node if handle.ready else None,
         "running": report.running,

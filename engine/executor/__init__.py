@@ -58,6 +58,9 @@ class ExecutorLimits(msgspec.Struct, frozen=True):
     """See `WorkerLimits`; the same holds for `keeps_kv`."""
     keeps_kv: bool = True
     offload_blocks: tuple[int, int] = (0, 0)
+    numerics: str = ""
+    """The numerics class of the engine: those of its workers, in the order of their ranks, without
+    repetitions."""
 
     @property
     def of_cache(self) -> tuple[int, int, tuple[int, int]]:
@@ -212,4 +215,5 @@ def agree_limits(config: Config, limits: Sequence[WorkerLimits]) -> ExecutorLimi
         first.samples,
         first.keeps_kv,
         (min(in_memory), min(on_disk)),
+        "+".join(dict.fromkeys(limit.numerics for limit in limits)),
     )

@@ -23,6 +23,7 @@ def member_of(
         store=core.executor.store,
         num_blocks=limits.num_blocks,
         version=version,
+        numerics=limits.numerics,
     )
 
 

@@ -24,8 +24,8 @@ namespace {
 constexpr int64_t kQueryVectors = 32;  // the most of one item, unless one token has more
 
 // Each loop below is a separate function with arguments by value, which leaves the compiler enough
-// registers. DIM is head_dim if it is known at compile time, a multiple of kLanes; 0: any. A vector
-// of q, K or V is read in parts of this type:
+// registers. DIM is head_dim if it is known at compile time, a multiple of 16; 0: any. A vector of q,
+// K or V is read in parts of this type:
 template <int DIM>
 using Part = std::conditional_t<(DIM > 0), lanes, v8>;
 template <int DIM>
@@ -42,9 +42,18 @@ SWELL_INLINE Part<DIM> part_of(const T* p, int64_t i, int64_t dim) {
   else return part_8<T, DIM>(p, 8 * i, dim);
 }
 
-SWELL_INLINE v8 fold(v8 v) { return v; }
+// A score has 16 sums with a known DIM, and 8 otherwise, on all processors, so that its bits do not
+// depend on the width of their vectors. Narrow vectors hold the 16 in two halves:
+//
+//     sums of parts 0, 2, 4, ...  |  sums of parts 1, 3, 5, ...
+template <int DIM>
+constexpr int kHalves = DIM > 0 && kLanes == 8 ? 2 : 1;
+
+SWELL_INLINE v8 fold(const v8 (&halves)[1]) { return halves[0]; }
+SWELL_INLINE v8 fold(const v8 (&halves)[2]) { return halves[0] + halves[1]; }
 #ifdef __AVX512F__
-SWELL_INLINE v8 fold(lanes v) {
+SWELL_INLINE v8 fold(const lanes (&whole)[1]) {
+  const lanes v = whole[0];
   return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
          __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 }
@@ -63,17 +72,21 @@ __attribute__((noinline)) void score_keys(const float* q, const T* k, const T* l
     prefetch(later ? later + j * dim : nullptr, NK * dim);
     const T* keys[NK];
     for (int n = 0; n < NK; n++) keys[n] = k + std::min(j + n, count - 1) * dim;
-    Part<DIM> s[8] = {};
-    for (int64_t i = 0; i < parts; i++) {
-      Part<DIM> part[NK];
-      for (int n = 0; n < NK; n++) part[n] = part_of<T, DIM>(keys[n], i, dim);
-      for (int m = 0; m < MQ; m++) {
-        const Part<DIM> x = load_as<Part<DIM>>(q + m * padded + W * i);
-        for (int n = 0; n < NK; n++) s[m * NK + n] += x * part[n];
+    Part<DIM> halves[8][kHalves<DIM>];
+    for (int half = 0; half < kHalves<DIM>; half++) {
+      Part<DIM> s[8] = {};
+      for (int64_t i = half; i < parts; i += kHalves<DIM>) {
+        Part<DIM> part[NK];
+        for (int n = 0; n < NK; n++) part[n] = part_of<T, DIM>(keys[n], i, dim);
+        for (int m = 0; m < MQ; m++) {
+          const Part<DIM> x = load_as<Part<DIM>>(q + m * padded + W * i);
+          for (int n = 0; n < NK; n++) s[m * NK + n] += x * part[n];
+        }
       }
+      for (int n = 0; n < 8; n++) halves[n][half] = s[n];
     }
     v8 folded[8];
-    for (int n = 0; n < 8; n++) folded[n] = fold(s[n]);
+    for (int n = 0; n < 8; n++) folded[n] = fold(halves[n]);
     float sums[8];
     store(sums, hsum8(folded));
     for (int m = 0; m < MQ; m++) std::memcpy(score + m * score_stride + j, sums + m * NK, NK * 4);

@@ -114,7 +114,7 @@ def _built(home: Path, progress: CompileProgress = _ignore) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     openmp = _torch_openmp()
     digest = hashlib.sha256()
-    for part in (version.stdout, " ".join(FLAGS), str(openmp), _processor()):
+    for part in (version.stdout, " ".join(FLAGS), str(openmp), processor()):
         digest.update(part.encode() + b"\0")
     for path in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -216,7 +216,7 @@ def _torch_openmp() -> Path | None:
     return Path((near or sorted(paths))[0]) if paths else None
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns the properties of the processor that `-march=native` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -82,6 +82,31 @@ struct EmbeddingArgs {
   int64_t tokens, size, panel, is_bf16;
 };
 
+// Returns the numerics class of this library: what the bits of its results depend on (see
+// `swell.kernels.linear.numerics`).
+#define SWELL_TEXT_OF(x) #x
+#define SWELL_TEXT(x) SWELL_TEXT_OF(x)
+SWELL_API const char* swell_numerics() {
+#if defined(__x86_64__)
+#define SWELL_PROCESSOR "x86_64"
+#elif defined(__aarch64__)
+#define SWELL_PROCESSOR "aarch64"
+#else
+#define SWELL_PROCESSOR "other"
+#endif
+#if defined(__FMA__) || defined(__aarch64__)
+#define SWELL_ROUNDING "-fma"
+#else
+#define SWELL_ROUNDING ""
+#endif
+#if defined(__clang__)
+#define SWELL_COMPILER "-clang" SWELL_TEXT(__clang_major__)
+#else
+#define SWELL_COMPILER "-gcc" SWELL_TEXT(__GNUC__)
+#endif
+  return SWELL_PROCESSOR SWELL_ROUNDING SWELL_COMPILER;
+}
+
 // Returns the number of outputs of one panel.
 SWELL_API int64_t swell_linear_panel() { return kPanel; }
 

@@ -3,6 +3,7 @@ neighbouring outputs."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -77,6 +78,7 @@ _quantized_linear_argmax = Function("swell_quantized_linear_argmax", "rows", **_
 _quantized_embedding = Function("swell_quantized_embedding", "rows", **_QUANTIZED)
 PANEL = UnrecordedFunction("swell_linear_panel", result=INT)()
 """The number of outputs of one panel."""
+_numerics = UnrecordedFunction("swell_numerics", result=ctypes.c_char_p)
 
 
 def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
@@ -119,6 +121,12 @@ def pack_quantized(
 def panel() -> int:
     """See `swell.kernels.linear.panel`."""
     return int(PANEL)
+
+
+def numerics() -> str:
+    """See `swell.kernels.linear.numerics`."""
+    name: bytes = _numerics()
+    return name.decode()
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

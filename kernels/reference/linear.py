@@ -29,6 +29,10 @@ def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
+def numerics() -> None:
+    """See `swell.kernels.linear.numerics`."""
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
     return F.linear(x, _plain(weight), bias)

@@ -72,6 +72,10 @@ def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
+def numerics() -> None:
+    """See `swell.kernels.linear.numerics`."""
+
+
 def linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
     """See `swell.kernels.linear.linear`."""
     if isinstance(weight, Tensor):

@@ -64,6 +64,8 @@ class EngineState(Body, kw_only=True):
     state: str
     version: str = ""
     """The version of weights and limits."""
+    numerics: str = ""
+    """The numerics class: engines of one class find the same bits for a request."""
     pid: int | None = None
     node: str | None = None
     running: int = 0

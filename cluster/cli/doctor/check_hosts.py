@@ -100,6 +100,15 @@ def compiler(survey: Survey) -> list[Finding]:
     return to_findings("compiler", list(survey.hosts), verdicts, ", ".join(texts))
 
 
+def processors(survey: Survey) -> list[Finding]:
+    """Check that processors are of one kind, unless engines run on GPUs."""
+    config = survey.resolved
+    values = {host: facts.processor for host, facts in survey.hosts.items() if facts.processor}
+    if not values or (config is not None and config.model.device == "cuda"):
+        return []
+    return to_findings("processors", list(values), minority(values), _one(values.values()))
+
+
 def _major(compiler: str | None) -> int:
     """Returns the major version of the compiler, or 0 without one. A compiler whose version is
     unknown counts as new."""

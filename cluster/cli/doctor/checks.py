@@ -84,6 +84,13 @@ CHECKS: dict[str, Check] = {
         "warning",
         "install g++ 12 or later: CPU attention is several times faster",
     ),
+    "processors": Check(
+        "Are the processors of all hosts of one kind?",
+        "warning",
+        "serve each kind with its own cluster, or compare the numerics of the engines (swell "
+        "status): answers that move between engines of different classes may differ in their last "
+        "bits",
+    ),
     "cores": Check(
         "Are there two cores, within the affinity and the CPU quota of the process?",
         "warning",

@@ -44,6 +44,7 @@ CHECK_FUNCTIONS: tuple[Callable[[Survey], list[Finding]], ...] = (
     check_hosts.swell,
     check_hosts.torch,
     check_hosts.compiler,
+    check_hosts.processors,
     check_hosts.cores,
     check_hosts.memory,
     check_hosts.shared_memory,

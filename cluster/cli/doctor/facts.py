@@ -148,6 +148,8 @@ class HostFacts(StartFacts, frozen=True):
     cpu: CpuFacts | None = None
     """The source of `cores`; None: the host has an older release."""
     memory: MemoryFacts | None = None
+    processor: str | None = None
+    """The kind of the processor; None: the host has an older release."""
     home_error: str | None = None
     """Why the home folder of the account cannot hold files; None: it can."""
     tmp_error: str | None = None

@@ -25,6 +25,7 @@ from swell.cluster.client.requests.routed_experts import RoutedExpertsCollector,
 from swell.cluster.client.requests.stats import RequestTimes
 from swell.cluster.client.routing.placement_queue import QueuedRequest
 from swell.cluster.client.routing.routed_engine import Route
+from swell.coordinator.roster import Member
 from swell.engine.request import MAX_FAILED_ATTEMPTS
 from swell.engine.wire import (
     EngineCoreOutput,
@@ -106,6 +107,8 @@ class RequestState:
         """The engine that runs it; None while no engine has it."""
         self.ranks: list[int] = []
         """Ranks of the engines of all attempts, in order."""
+        self.numerics: str | None = None
+        """The numerics class of the engine that began the answer; None if it has not begun."""
         self.started = False
         """Whether the engine has reported that the request is in a step, or is about to be."""
         self.failed_attempts = 0
@@ -152,11 +155,13 @@ class RequestState:
         """Records that the request waits in the queue: no engine can run it now."""
         self._placement = queued
 
-    def assign(self, engine: EngineId, version: str, route: Route, now_s: float) -> None:
-        """Begins an attempt. The engine, which serves this version, gets `engine_request()`."""
+    def assign(self, engine: EngineId, member: Member, route: Route, now_s: float) -> None:
+        """Begins an attempt. The engine, which is this member, gets `engine_request()`."""
         self.release()
-        self.answer_version.begin(version)
-        self.handover.assign(version)
+        self.answer_version.begin(member.version)
+        self.handover.assign(member.version)
+        if not self.output_token_ids:
+            self.numerics = member.numerics
         self._placement = route
         self.engine, self.started, self.unread = engine, False, False
         self.is_moved = False

@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 from swell.cluster.client.engine_connection import EngineId
@@ -54,6 +54,7 @@ class Candidates:
         self.ranks = list(ranks)
         self.as_set = frozenset(self.ranks)
         self._of_role: dict[Role, Candidates] = {}
+        self._of_class: dict[str, Candidates] = {}
 
     def of_role(self, role: Role, prefill_engines: int) -> Candidates:
         """Returns the ranks that may have this role, possibly none. The first `prefill_engines`
@@ -63,6 +64,14 @@ class Candidates:
             ranks = (rank for rank in self.ranks if (rank < prefill_engines) is prefills)
             self._of_role[role] = Candidates(ranks)
         return self._of_role[role]
+
+    def of_class(self, numerics: str, classes: Mapping[int, str]) -> Candidates:
+        """Returns the ranks of this numerics class, possibly none. `classes`: the class of each
+        rank."""
+        if numerics not in self._of_class:
+            ranks = [rank for rank in self.ranks if classes[rank] == numerics]
+            self._of_class[numerics] = self if ranks == self.ranks else Candidates(ranks)
+        return self._of_class[numerics]
 
     @cached_property
     def ring(self) -> HashRing:
@@ -80,6 +89,7 @@ class RoutableEngines:
     def __init__(self, roster: Roster, unreachable: frozenset[EngineId]) -> None:
         reached = [m for m in roster.members if EngineId.of(m) not in unreachable]
         self.active = Candidates(m.rank for m in reached if m.state is MemberState.ACTIVE)
+        self._classes = {member.rank: member.numerics for member in reached}
         self._by_version: dict[str, Candidates] = {}
         self._max_model_len: dict[str, int] = {}
         """The maximum length of each version that has an active engine."""
@@ -93,6 +103,10 @@ class RoutableEngines:
     def of_version(self, version: str) -> Candidates:
         """Returns the engines that may continue an answer with this version, possibly none."""
         return self._by_version.get(version, _NONE)
+
+    def alike(self, candidates: Candidates, numerics: str) -> Candidates:
+        """Returns those of these engines that have this numerics class, possibly none."""
+        return candidates.of_class(numerics, self._classes)
 
     def long_enough(self, num_tokens: int) -> Candidates:
         """Returns the active engines; only those of the version with the greatest maximum length,

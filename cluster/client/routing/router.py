@@ -136,19 +136,24 @@ class Router:
         rank: int | None = None,
         version: str | None = None,
         max_tokens: int = 0,
+        numerics: str | None = None,
         role: Role = Role.DECODE,
         is_handed_over: bool = False,
     ) -> Route:
         """Chooses an engine, and counts the request's load there until the route is released. With
         `rank`, chooses that engine; with `version`, one that may continue an answer with it.
-        `max_tokens` is the number of tokens that the answer may still get. `is_handed_over` means
-        that any engine can read the KV of the prompt. Raises NoEngine."""
+        `max_tokens` is the number of tokens that the answer may still get. With `numerics`, prefers
+        engines of this class. `is_handed_over` means that any engine can read the KV of the prompt.
+        Raises NoEngine."""
         active = self.active_ranks
         if rank is not None and rank not in active:
             raise NoEngine(f"engine {rank} does not accept requests; active engines: {active}")
         candidates = self._candidates(version, len(token_ids) + max_tokens)
         of_role = self._of_role(candidates, role)
         candidates = of_role if of_role.ranks else candidates
+        if numerics is not None:
+            alike = self._routable.alike(candidates, numerics)
+            candidates = alike if alike.ranks else candidates
         if not candidates.ranks:
             which = "engine" if version is None else f"engine of version {version}"
             raise NoEngine(f"no {which} accepts requests now")

@@ -173,4 +173,5 @@ class EngineHandle:
             store=self.ready.store,
             num_blocks=limits.num_blocks,
             version=self.version_name,
+            numerics=limits.numerics,
         )

@@ -142,3 +142,16 @@ def test_every_error_and_reason_is_printed(
     out = capsys.readouterr().out
     assert len(shown) > 7, shown
     assert {place for place, text in shown.items() if text not in out} - BESIDE == set()
+
+
+@pytest.mark.parametrize(("classes", "is_shown"), [(("a", "b", ""), True), (("a", "a", ""), False)])
+def test_status_names_the_numerics_classes_if_they_differ(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    classes: tuple[str, ...],
+    is_shown: bool,
+) -> None:
+    engines = [{**engine(rank, 0), "numerics": name} for rank, name in enumerate(classes)]
+    switch(monkeypatch, ["status"], cluster("serving", *engines))
+    line = "engines differ in the bits of their results: a, b"
+    assert (line in capsys.readouterr().out.splitlines()) == is_shown

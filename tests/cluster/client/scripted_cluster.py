@@ -93,7 +93,7 @@ class ScriptedCluster:
 
     # ---------------------------------------------------------------- engines
 
-    def join(self, rank: int, num_blocks: int = 100) -> EngineCore:
+    def join(self, rank: int, num_blocks: int = 100, numerics: str = "") -> EngineCore:
         limits = ExecutorLimits(num_blocks, MAX_MODEL_LEN, VOCAB)
         executor = FakeExecutor(num_blocks, BLOCK_TOKENS)
         core = EngineCore(self.config, executor, limits, clock=lambda: self.now)
@@ -107,6 +107,7 @@ class ScriptedCluster:
             vocab_size=VOCAB,
             incarnation=self._incarnations[rank],
             num_blocks=num_blocks,
+            numerics=numerics,
         )
         self.roster = rosters.join(self.roster, [member])
         self.publish()

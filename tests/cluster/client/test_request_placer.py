@@ -40,3 +40,33 @@ def test_two_losses_while_engines_leave_end_a_request() -> None:
         assert request.finish_reason is not None and len(cluster.cores) == 1
 
     run(scenario)
+
+
+NUMERICS = {0: "fma", 1: "", 2: "fma", 3: "other"}
+"""The numerics class of each engine; empty: unknown."""
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+@pytest.mark.parametrize("begins", NUMERICS)
+def test_an_answer_that_has_begun_continues_on_its_numerics_class(begins: int, tokens: int) -> None:
+    """The metric counts moves to another class, which happen only if none of its engines is left.
+    An answer of an engine of an unknown class may continue on any engine."""
+
+    def scenario(cluster: ScriptedCluster) -> None:
+        cluster.join(begins, numerics=NUMERICS[begins])
+        requests = cluster.submit([1, 2, 3], 9, n=8)
+        for _ in range(tokens):
+            cluster.step(begins, 0.1)
+        for rank in NUMERICS.keys() - {begins}:
+            cluster.join(rank, numerics=NUMERICS[rank])
+        cluster.lose(begins)
+        used = {each.ranks[-1] for each in requests}
+        alike = {rank for rank in NUMERICS if rank != begins and NUMERICS[rank] == NUMERICS[begins]}
+        others = NUMERICS.keys() - {begins}
+        assert used == alike if tokens and alike else used <= others
+        assert len(used) > 1 or len(alike) == 1
+
+    shown = run(scenario)
+    is_unlike = bool(tokens) and begins == 3
+    assert shown.get("numerics_changes_total", 0) == (8 if is_unlike else 0)
+    assert shown["resubmitted_requests_total"] == 8

@@ -69,6 +69,7 @@ class GenericForCausalLM(nn.Module):
         refuse_config(config, max_positions)
         causal, base = on_meta(config)
         self.mesh, self.device, self.dtype = mesh, device, dtype
+        self.transformers_model = type(causal).__name__
         self.hidden = int(base.config.hidden_size)
         self.vocab_size = int(base.config.vocab_size)
         self.width = self.hidden
@@ -76,7 +77,7 @@ class GenericForCausalLM(nn.Module):
         self.embedding_width = int(base.get_input_embeddings().weight.shape[1])
         self.embeds_plainly = type(base.get_input_embeddings()) is nn.Embedding
         self._stage_boundary = StageBoundary()
-        self._calls = PagedAttentionHook(type(causal).__name__, max_positions)
+        self._calls = PagedAttentionHook(self.transformers_model, max_positions)
         self._names = WeightsMapper(causal)
         drop_towers(causal, base)
         split_tensors(causal, base.config, mesh.tensor)

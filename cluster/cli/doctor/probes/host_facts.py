@@ -6,6 +6,7 @@ is read, which lists the name, type, shape and offset of every tensor.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import os
@@ -70,6 +71,12 @@ _GPU_FIELDS = (
     "memory.used",
     "ecc.errors.uncorrected.volatile.total",
 )
+_FEATURES = (
+    *("fma", "avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16"),
+    *("amx_tile", "amx_bf16", "amx_int8", "amx_fp16"),
+    *("asimd", "asimddp", "bf16", "i8mm", "sve", "sve2"),
+)
+"""Instructions that change how sums are computed."""
 _MIB = 2**20
 _FLOORS = ("cluster", "configs", "coordinator", "engine", "kernels", "worker")
 _CODE = (".py", ".cpp", ".h")
@@ -97,6 +104,7 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
         cores=available_cores(),
         cpu=_cpu(),
         memory=_memory(),
+        processor=processor(),
         home_error=home_problem(),
         tmp_error=write_problem(Path("/tmp")),
         shm=_disk(Path("/dev/shm")),
@@ -194,6 +202,19 @@ def parse_gpus(text: str) -> tuple[Gpu, ...]:
 def _number(cell: str) -> int | None:
     """Returns a number; None for `[N/A]` and the like."""
     return int(cell) if cell.isdigit() else None
+
+
+def processor(info: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns architecture, vendor and the instructions by which libraries choose their code."""
+    values: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in info.read_text().splitlines():
+            key, _, value = line.partition(":")
+            values.setdefault(key.strip(), value.strip())
+    vendor = values.get("vendor_id") or values.get("CPU implementer", "")
+    features = (values.get("flags") or values.get("Features", "")).split()
+    known = [name for name in _FEATURES if name in features]
+    return " ".join(filter(None, (platform.machine(), vendor, *known)))
 
 
 def find_compiler(timeout_s: float) -> str | None:

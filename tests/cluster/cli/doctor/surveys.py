@@ -27,6 +27,7 @@ from swell.configs.schema import Config, load
 
 GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
+AMD = "x86_64 AuthenticAMD fma avx2 avx512f"
 MODEL = "/models/m"
 GPU = Gpu(
     index=0,
@@ -59,6 +60,7 @@ def facts(**fields: Any) -> HostFacts:
         compiler="/usr/bin/g++ 12.2.0",
         c_compiler="/usr/bin/gcc 12",
         cores=8,
+        processor=AMD,
         cpu=CpuFacts(affinity=8),
         memory=MemoryFacts(total_bytes=64 * GIB, free_bytes=48 * GIB),
         shm=DiskFacts(path="/dev/shm", total_bytes=8 * GIB, free_bytes=8 * GIB),

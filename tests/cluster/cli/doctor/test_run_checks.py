@@ -107,6 +107,12 @@ FAULTS = [
     Fault(with_host(HEALTHY, 0, torch=TorchFacts(error="no libc")), "torch", (0,), "no libc"),
     Fault(with_host(HEALTHY, 0, compiler=None), "compiler", (0,), "no g++"),
     Fault(with_host(HEALTHY, 0, compiler="/usr/bin/g++ 9.4.0"), "compiler", (0,), "9.4.0"),
+    Fault(
+        with_host(HEALTHY, 1, processor="x86_64 GenuineIntel fma avx2"),
+        "processors",
+        (1,),
+        "GenuineIntel",
+    ),
     Fault(with_host(ON_GPUS, 2, c_compiler=None), "gpu-compiler", (2,), "no gcc or clang"),
     Fault(with_host(HEALTHY, 1, cores=1), "cores", (1,), "1"),
     Fault(with_host(HEALTHY, 1, cores=1, cpu=CPU_QUOTA), "cores", (1,), "/cpu.max allows 1.5 of 8"),

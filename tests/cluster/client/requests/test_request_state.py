@@ -29,6 +29,7 @@ from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text.tokenizers_for_tests import byte_level
 from tests.engine.executor.fake_worker import expected, make_core
 
+ADDRESS = ChannelAddress("", "", "")
 DETOKENIZER = Detokenizer(byte_level())
 REQUEST = EngineCoreRequest(
     "r", [1, 2], SamplerParams(), max_tokens=9, data_parallel_rank=0, cache_salt="s"
@@ -37,8 +38,7 @@ REQUEST = EngineCoreRequest(
 
 def make_router() -> Router:
     router = Router(4)
-    address = ChannelAddress("", "", "")
-    router.update(ClusterView(Roster(1, (Member(0, address), Member(1, address)))))
+    router.update(ClusterView(Roster(1, (Member(0, ADDRESS), Member(1, ADDRESS)))))
     return router
 
 
@@ -51,7 +51,7 @@ def assign(
     state: RequestState, router: Router, rank: int = 0, now_s: float = 0.0
 ) -> EngineCoreRequest:
     route = router.choose(state.request_id, state.request.prompt_token_ids, rank=rank)
-    state.assign(EngineId(rank, 1), "", route, now_s)
+    state.assign(EngineId(rank, 1), Member(rank, ADDRESS), route, now_s)
     return state.engine_request()
 
 
@@ -185,7 +185,7 @@ def test_the_first_token_of_each_attempt_marks_its_prompt_as_computed() -> None:
     state = make_state(processor)
     for attempt, cached in ((1, 1), (2, 0)):
         route = router.choose(state.request_id, REQUEST.prompt_token_ids)
-        state.assign(EngineId(route.rank, 1), "", route, 0.0)
+        state.assign(EngineId(route.rank, 1), Member(route.rank, ADDRESS), route, 0.0)
         assert route.uncomputed_tokens
         for _ in range(2):
             output = EngineCoreOutput("r", [3], num_cached_tokens=cached, attempt=attempt)

@@ -255,8 +255,23 @@ def test_a_prompt_counts_in_addition_until_the_second_report(reports: int) -> No
 # -------------------------------------------------------------------------------- caches
 
 
-def member(rank: int, **changes: object) -> Member:
-    return Member(rank, ADDRESS, **changes)  # type: ignore[arg-type]
+def member(rank: int, *state: MemberState, **changes: object) -> Member:
+    return Member(rank, ADDRESS, *state, **changes)  # type: ignore[arg-type]
+
+
+def test_engines_of_a_numerics_class_are_preferred() -> None:
+    """Even if another one is idle, or has the whole prefix; not if they are leaving."""
+    router, classes = Router(BLOCK), ("a", "a", "b", "b")
+    members = [member(rank, numerics=name, num_blocks=99) for rank, name in enumerate(classes)]
+    members[3] = member(3, MemberState.LEAVING, numerics="b")
+    reports = [EngineReport(2, running=50, waiting_tokens=9000)]
+    router.update(ClusterView(Roster(1, tuple(members)), ClusterReports(engines=reports)))
+    assert router.choose("r", prompt(1), numerics="b").rank == 2
+    assert router.choose("r", prompt(1), numerics="a").rank in (0, 1)
+    assert router.choose("r", prompt(2)).rank in (0, 1)
+    assert router.choose("r", prompt(2), numerics="c").rank in (0, 1)
+    router.set_unreachable(frozenset({EngineId.of(members[2])}))
+    assert router.choose("r", prompt(1), numerics="b").rank in (0, 1)
 
 
 def test_the_router_remembers_no_more_blocks_than_the_cache_holds() -> None:

@@ -285,6 +285,7 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             "rank": 1,
             "state": "active",
             "version": "1-configuration",
+            "numerics": "",
             "pid": 1001,
             "node": "node",
             "running": 2,
