@@ -120,6 +120,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "reqps",
             (
                 _rate("moved to another engine", "swell_resubmitted_requests_total"),
+                _rate("moved to another numerics class", "swell_numerics_changes_total"),
                 _rate("refused: {{reason}}", "swell_refused_requests_total", "reason"),
             ),
         ),
