@@ -35,6 +35,7 @@ _OF_VERSIONS: dict[str, tuple[str, ...]] = {
         "backend",
         "enforce_eager",
         "exact",
+        "numerics",
         "cpu_threads",
     ),
     "parallel": ("tensor", "pipeline", "executor"),

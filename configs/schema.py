@@ -120,6 +120,10 @@ class ModelConfig(Section, frozen=True):
     on the steps in which it is computed. On a GPU this chooses products, attention and sums over
     workers whose order is fixed, which are slower than the default. On a CPU all results are exact
     in any case. A model or a machine that cannot compute exactly is refused."""
+    numerics: Literal["auto", "portable"] = "auto"
+    """`portable`: the model is refused unless all its products are of Swell's CPU kernels, compiled
+    with FMA: these find the same bits on unlike processors of one architecture, so answers may move
+    between such hosts. `auto`: any model, on any host (docs/design/failover.md)."""
     cpu_threads: Annotated[int, Meta(ge=0, le=65_536)] = 0
     """Threads of one worker's matrix products on CPU; 0: the cores that it may use on its host (its
     affinity, and the CPU quota of its container), divided by the number of workers of all engines

@@ -75,6 +75,29 @@ def numerics_class(model: Model, dtype: torch.dtype, device: torch.device) -> st
     return "-".join(part for part in parts if part is not None)
 
 
+def refuse_unportable(model: Model, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `ValueError` if the bits of a model depend on the kind of processor
+    (`model.numerics`)."""
+    own = numerics(device.type) if device.type == "cpu" and _packs(dtype, device) else None
+    if device.type != "cpu":
+        reason = "the results of a GPU depend on its kind; set model.device=cpu"
+    elif isinstance(model, ComputesWithTorch):
+        reason = (
+            f"transformers computes {model.transformers_model}, and torch chooses its code by the "
+            "processor; use a model that has a native implementation"
+        )
+    elif own is None:
+        reason = (
+            f"torch computes products of the type {str(dtype).removeprefix('torch.')} here; a CPU "
+            "needs model.dtype=float32 or bfloat16 and a C++ compiler"
+        )
+    elif "-fma-" not in own:
+        reason = f"its kernels are compiled without FMA here ({own}); use a processor with FMA"
+    else:
+        return
+    raise ValueError(f"model.numerics=portable: {reason}, or set model.numerics=auto")
+
+
 def _digest_of_tables() -> int:
     """Returns a digest of the functions of torch that `layers/rotary.py` calls."""
     steps = torch.arange(64, dtype=torch.float32) / 64

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from swell.configs.schema import Config, load
-from swell.kernels.linear import panel
+from swell.kernels.linear import numerics, panel
 from swell.worker.exactness import refuse_inexact
 from swell.worker.layers.attention import Attention
 from swell.worker.worker import Worker
@@ -47,6 +47,31 @@ def test_a_worker_on_a_cpu_accepts_types_with_packed_weights(tmp_path, dtype):
     worker = Worker(config_of(tmp_path, dtype=dtype))
     worker.load()
     assert worker.mesh is not None and worker.mesh.exact
+    worker.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ({"dtype": "float16"}, "torch computes products of the type float16 here"),
+        ({"backend": "transformers"}, "transformers computes Qwen3ForCausalLM"),
+    ],
+)
+def test_a_portable_model_is_computed_by_the_kernels(tmp_path, model, text):
+    worker = Worker(config_of(tmp_path, exact=False, numerics="portable", **model))
+    with pytest.raises(ValueError, match=f"model.numerics=portable: {text}.*=auto"):
+        worker.load()
+    worker.shutdown()
+
+
+@pytest.mark.skipif(
+    "-fma-" not in (numerics("cpu") or ""), reason="kernels without FMA, or no compiler"
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_with_fma_are_portable(tmp_path, dtype):
+    worker = Worker(config_of(tmp_path, dtype=dtype, exact=False, numerics="portable"))
+    worker.load()
+    assert worker.measure().numerics.startswith(f"{numerics('cpu')}-")
     worker.shutdown()
 
 

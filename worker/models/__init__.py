@@ -14,7 +14,7 @@ import torch
 from swell.configs.pooling import DECODERS, PoolingSpec
 from swell.configs.schema import ModelConfig
 from swell.worker.comm.mesh import Mesh
-from swell.worker.exactness import refuse_inexact
+from swell.worker.exactness import refuse_inexact, refuse_unportable
 from swell.worker.layers.packed_weight import FLOATS, Packing, late_weights
 from swell.worker.layers.weight_shard import allocate
 from swell.worker.model_interfaces import HasMoELayers, Model
@@ -84,7 +84,8 @@ def build_model(
 
     `hf_config` comes from `load_config`. Raises `ValueError` for an architecture or a parallel
     layout that is not supported, if engines should share experts but the model lacks them, or if
-    the mesh is exact and the model cannot be computed exactly.
+    the mesh is exact and the model cannot be computed exactly, or if its bits would depend on the
+    processor and `model.numerics` excludes that.
     """
     from swell.worker.hf_config import max_model_len
 
@@ -106,6 +107,8 @@ def build_model(
     if mesh.exact:
         is_native = _where(model_config, hf_config, pooling) != GENERIC
         refuse_inexact(is_native, model.attention_layers(), dtype, mesh.device)
+    if model_config.numerics == "portable":
+        refuse_unportable(model, dtype, mesh.device)
     return model
 
 
