@@ -33,6 +33,7 @@ _EXIT_GRACE_S = 10.0
 """For how long the actor of a failed engine still answers `ended`; then its process exits."""
 
 
+_FIRST_PHASE = "preparing the engine"
 _LOADING, _WATCHING = "loading", "watching"
 _STARTING = "starting"
 """Concurrency groups of the calls that wait for long. Ray does not cancel the calls of a manager
@@ -63,7 +64,7 @@ class EngineActor:
         self._server: EngineServer | None = None
         self._thread: threading.Thread | None = None
         self._loading = threading.Lock()
-        self._timeline = StartTimeline(_STARTING, time.monotonic)
+        self._timeline = StartTimeline(_FIRST_PHASE, time.monotonic)
         self._start: list[StartPhase] = []
         """The phases of the start, when it has finished."""
         self._stopping = False
@@ -94,7 +95,7 @@ class EngineActor:
         with self._loading:
             self._check_not_ended()
             if self._server is None:
-                self._timeline = StartTimeline(_STARTING, time.monotonic)
+                self._timeline = StartTimeline(_FIRST_PHASE, time.monotonic)
                 self._load(placement_group)
             elif version != self._version:
                 self._reload(config, version)

@@ -15,6 +15,8 @@ from tests.sharing import KEEPS_PRIORITY
 from tests.support.paths import ROOT
 
 STALLS = Path(__file__).parent / "stalls"
+RAY_PRIORITY = "RAY_worker_niceness"
+"""Ray gives its workers a low priority. Next to busy processes they would hardly run."""
 BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]):\n    sum(range(10**6))"
 """The program of a busy process. It ends after its parent, whose id it gets as an argument."""
 
@@ -25,7 +27,7 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="arguments of pytest")
     args = parser.parse_args()
     path = os.pathsep.join(filter(None, (str(STALLS), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "PYTHONPATH": path, KEEPS_PRIORITY: "1"}
+    environment = {**os.environ, "PYTHONPATH": path, KEEPS_PRIORITY: "1", RAY_PRIORITY: "0"}
     busy_command = [sys.executable, "-S", "-c", BUSY, str(os.getpid())]
     busy = [subprocess.Popen(busy_command) for _ in range(args.busy)]
     try:
