@@ -24,7 +24,7 @@ UPGRADES = ROOT / "docs" / "operate" / "upgrades.md"
 METRIC = re.compile(r"\bswell_[a-z0-9_]+\b(?:\{([a-z_]+)\})?")
 ROUTE = re.compile(r"`(GET|POST|DELETE) (/[^ `?]*)")
 PROBE = re.compile(r"`(/(?:v1/|admin/)?[a-z_]+(?:\.json)?)`")
-NO_ROUTES = {"/admin", "/tmp", "/proc", "/v1", "/v1/traces", "/invocations"}
+NO_ROUTES = {"/admin", "/cache", "/tmp", "/proc", "/v1", "/v1/traces", "/invocations"}
 """Path prefixes, folders, and routes of other servers, which are not checked."""
 FIELD = re.compile(r"`((?:rescale|upgrade|autoscaling|pending|leftovers)\.[a-z_.]+)[`:]")
 NAMES = re.compile(r"`([a-z0-9_.]+)`")

@@ -302,6 +302,23 @@ LIMITS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/engine/outputs/test_row_bits.py::test_the_bits_of_a_request_do_not_depend_on_its_batch",
         ),
     },
+    "Between unlike hosts": {
+        "continues on an engine of the class in which it began": (
+            "tests/cluster/client/test_request_placer.py"
+            "::test_an_answer_that_has_begun_continues_on_its_numerics_class",
+        ),
+        "find the same bits if the compiler is the same": (
+            "tests/kernels/test_narrow_vectors.py"
+            "::test_results_have_the_same_bits_on_all_processors",
+        ),
+        "torch chooses its code by the processor": (
+            "tests/engine/outputs/test_numerics_class.py"
+            "::test_torch_belongs_to_the_class_where_it_computes",
+        ),
+        "refuses a model whose products are not those of the compiled kernels": (
+            "tests/worker/test_exactness.py::test_a_portable_model_is_computed_by_the_kernels",
+        ),
+    },
     "`model.exact`:": {
         "depend on its batch, its chunk or its place in a tile": (
             "tests/kernels/triton/test_linear.py"
