@@ -280,7 +280,7 @@ class MoE(FeedForward, Packable):
         if mesh.data.size > 1:
             outputs = mesh.data.reduce_scatter(outputs)[:count]
         # A token is a row of the sum: a captured step has other numbers of tokens.
-        return mesh.tensor.all_reduce(outputs.flatten(1)).view_as(outputs)
+        return mesh.tensor.all_reduce(outputs.flatten(1)).view(outputs.shape)
 
     def _gather(
         self, padded: int, x: torch.Tensor, choices: torch.Tensor, *weights: torch.Tensor
