@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from ray.core.generated.gcs_pb2 import GcsNodeInfo
 from ray.core.generated.gcs_service_pb2 import GetAllNodeInfoRequest
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 
+from swell.cluster.cli.child_process import descendants
 from swell.coordinator.transport.ports import free_port
+from tests.faults.process import title
 from tests.support import reaper
 from tests.support.deadlines import HANG_S
 
@@ -126,6 +129,27 @@ class AutoscaledRay:
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    @contextlib.contextmanager
+    def adds_no_node(self) -> Iterator[None]:
+        """Stops Ray's autoscaler, which otherwise may add a node before the status shows that one
+        is missing."""
+        autoscaler = self._autoscaler()
+        os.kill(autoscaler, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(autoscaler, signal.SIGCONT)
+
+    def _autoscaler(self) -> int:
+        """Returns the process id of Ray's autoscaler."""
+        deadline = time.monotonic() + HANG_S
+        while time.monotonic() < deadline:
+            for pid in descendants(self._head.pid):
+                if "_private/monitor.py" in title(pid):
+                    return pid
+            time.sleep(0.1)
+        raise TimeoutError("Ray's autoscaler does not start")
 
     def drain(self, node: str, deadline_s: int) -> None:
         """Drains a node, as after the notice of a cloud that reclaims spot capacity."""

@@ -97,7 +97,8 @@ def test_nodes_and_engines_follow_the_load_and_a_notice(ray_cluster: AutoscaledR
         head = active_nodes(wait_for(cluster, "serves", lambda s: s["state"] == "serving"))[0]
         load = Load(cluster.url)
         try:
-            pending = wait_for(cluster, "waits for a node", lambda s: s["pending"] is not None)
+            with ray_cluster.adds_no_node():
+                pending = wait_for(cluster, "waits for a node", lambda s: s["pending"] is not None)
             assert pending["rescale"]["phase"] == "pending"
             assert pending["pending"]["bundles"] == [{"CPU": 1.0}]
             assert "no room for" in pending["pending"]["reason"]
