@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 from swell.kernels.host.kept_choices import KeptChoices
+
+pytestmark = pytest.mark.slow
 
 NEARLY_EQUAL = torch.tensor([[0.5, 0.3, 0.2999, 0.1], [0.1, 0.2, 0.3, 0.4]])
 

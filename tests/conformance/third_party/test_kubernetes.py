@@ -10,6 +10,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
+pytestmark = pytest.mark.slow
+
 FILE = Path(__file__).parents[3] / "configs" / "k8s" / "rayservice.yaml"
 VERSIONS = ("1.29", "1.37")
 """The oldest one of the Helm chart, and the newest one that has schemas."""
