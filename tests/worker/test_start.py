@@ -144,6 +144,7 @@ def test_the_cache_of_a_gpu_has_what_the_largest_steps_leave(
 
     monkeypatch.setattr(swell.worker.worker, "GpuMemory", FoundMemory)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5 * 10**8, 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "GPU")
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 0)
     worker.device = GPU
     limits = worker.measure()

@@ -370,6 +370,6 @@ def test_steps_after_which_the_host_reads_are_not_captured(read):
 
 def test_a_model_whose_host_reads_runs_eagerly(tmp_path, fixed_graphs):
     make(tmp_path, "qwen3_moe")
-    found = answers(tmp_path)
+    found = answers(tmp_path, **{"model.dtype": "float16"})  # without kernels for experts
     assert not fixed_graphs.replays and not fixed_graphs.captured
     assert [len(ids) for ids, _ in found[2:]] == [params.max_tokens for params in PARAMS]
