@@ -50,7 +50,7 @@ _POLL_S = 0.1
 _log = logging.getLogger("swell.kernels")
 _lock = threading.Lock()
 _loaded: ctypes.CDLL | Exception | None = None
-"""The library of this process, or why there is none; None: nobody has needed it."""
+"""The library of this process, or the error with which its load failed; None: no call needed it."""
 
 
 def _ignore(_done: int, _total: int) -> None:
