@@ -51,8 +51,18 @@ from swell.worker.quantization.loaded_matrices import (
 from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
 from swell.worker.sharded.loading import load_saved_experts, load_sharded
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes filled, all bytes) of this worker's parameters."""
+
+class LoadShare(NamedTuple):
+    """How much of this worker's parameters is filled."""
+
+    done_bytes: int
+    total_bytes: int
+    tensor: int
+    """The number of the tensor that is read, from 1."""
+    total_tensors: int
+
+
+Progress = Callable[[LoadShare], None]
 
 ShardsOf = Callable[[Collection[str]], Iterable[WeightShard]]
 """Accepts the names of a checkpoint's tensors and returns the shards to fill."""
@@ -107,11 +117,11 @@ def load_weights(
         assert isinstance(model, HasMesh), "only models that sample are saved sharded"
         folder = weights_folder(model_config.path)
         refuse_other_model(folder, read_index(folder), model_config)
-        report = _LoadProgress(0, progress)
+        report = _LoadProgress(progress)
         mapped_bytes = load_sharded(model, folder, report, matrices)
         matrices.quantize_rest(model)
         before, after = matrices.quantized
-        loaded = LoadedWeights(report.total - before + after, max(0, mapped_bytes - before))
+        loaded = LoadedWeights(report.total_bytes - before + after, max(0, mapped_bytes - before))
     if isinstance(model, HoldsTensors) and (
         not isinstance(model, HasMesh) or model.mesh.tensor_rank == 0
     ):
@@ -131,7 +141,7 @@ def load_experts(
     keeps the memory of its matrix."""
     if is_sharded(model_config):
         folder = weights_folder(model_config.path)
-        load_saved_experts(folder, mesh, experts, _LoadProgress(0, progress))
+        load_saved_experts(folder, mesh, experts, _LoadProgress(progress))
         experts.clear()
         return
     shards = chain.from_iterable(experts.pop(expert) for expert in list(experts))
@@ -153,7 +163,8 @@ def load_weight_shards(
     """
     with closing(open_checkpoint(model_config)) as stored:
         shards = list(shards_of(stored.names))
-        report = _LoadProgress(sum(shard.target.nbytes for shard in shards), progress)
+        all_bytes = sum(shard.target.nbytes for shard in shards)
+        report = _LoadProgress(progress, all_bytes, len(shards))
         devices = [shard.target.device for shard in shards if not shard.target.is_meta]
         device = devices[0] if devices else torch.device("cpu")
         groups = matrices.group(shards)
@@ -167,7 +178,7 @@ def load_weight_shards(
                     _read_group(group, stored, matrices, uploads, report)
         matrices.allocate_rest()
         before, after = matrices.quantized
-        return report.total - before + after
+        return report.total_bytes - before + after
 
 
 def checkpoint_names(model_config: ModelConfig) -> Collection[str]:
@@ -231,18 +242,25 @@ def open_checkpoint(model_config: ModelConfig) -> Checkpoint:
 
 
 class _LoadProgress:
-    """Counts bytes towards the total."""
+    """Counts bytes and tensors towards their totals."""
 
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.done, self.total = 0, total
-        self.progress = progress or (lambda done, total: None)
+    def __init__(
+        self, progress: Progress | None, total_bytes: int = 0, total_tensors: int = 0
+    ) -> None:
+        self._done_bytes = self._tensor = 0
+        self._progress = progress or (lambda share: None)
+        self.begin(total_bytes, total_tensors)
 
-    def begin(self, total: int) -> None:
-        self.total = total
+    def begin(self, total_bytes: int, total_tensors: int) -> None:
+        self.total_bytes, self._total_tensors = total_bytes, total_tensors
+
+    def begin_tensor(self) -> None:
+        self._tensor += 1
 
     def add(self, nbytes: int) -> None:
-        self.done += nbytes
-        self.progress(self.done, self.total)
+        self._done_bytes += nbytes
+        counts = self._done_bytes, self.total_bytes, self._tensor, self._total_tensors
+        self._progress(LoadShare(*counts))
 
 
 def _popped(groups: list[list[WeightShard]]) -> Iterator[list[WeightShard]]:
@@ -272,6 +290,7 @@ def _fill_group(
     group: Sequence[WeightShard], seed: int, matrices: LoadedMatrices, report: _LoadProgress
 ) -> None:
     for shard in matrices.allocate(group):
+        report.begin_tensor()
         _fill(shard, seed, report)
     matrices.on_filled(group)
 
@@ -307,9 +326,12 @@ def _read_group(
 ) -> None:
     needed = [(stored.tensor(shard.name), shard) for shard in group]
     if matrices.keep(needed, uploads):
-        report.add(sum(shard.target.nbytes for shard in group))
+        for shard in group:
+            report.begin_tensor()
+            report.add(shard.target.nbytes)
         return
     for (tensor, _), shard in zip(needed, matrices.allocate(group), strict=True):
+        report.begin_tensor()
         _read(tensor, shard, uploads, report)
     matrices.on_filled(group)
 

@@ -218,15 +218,18 @@ class ModelRunner:
             batch = replace(batch, adapters=self.adapters.no_tokens())
         self._model_step.capture(batch, head)
 
-    def capture_steps(self, on_progress: Callable[[], None]) -> None:
+    def capture_steps(self, on_progress: Callable[[int, int], None]) -> None:
         """Captures the steps in which every row computes one token, where each of their sizes is
-        captured by itself. Others are captured when they first occur. Calls `on_progress` after
-        each capture."""
+        captured by itself. Others are captured when they first occur. Calls `on_progress` with the
+        number of steps captured and of all steps, first with 0, unless there are none."""
+        captures = self._captures_of(reversed(self._buckets.decode))
+        if captures:
+            on_progress(0, len(captures))
         with torch.inference_mode():
             self._model_step.reserve(self.batches, self._buckets)
-        for capture in self._captures_of(reversed(self._buckets.decode)):
+        for number, capture in enumerate(captures, 1):
             capture()
-            on_progress()
+            on_progress(number, len(captures))
 
     def drop_captures(self) -> None:
         """Forgets all captured steps; called before the engine's groups are left. Communicators of

@@ -282,6 +282,9 @@ class WorkerProgress(msgspec.Struct, frozen=True, tag=3, array_like=True, gc=Fal
     done_bytes: int
     total_bytes: int
     """0: not known yet."""
+    tensor: int = 0
+    """The number of the tensor that it reads, from 1."""
+    total_tensors: int = 0
 
 
 class WorkerHeartbeat(msgspec.Struct, frozen=True, tag=4, array_like=True, gc=False):
@@ -365,8 +368,24 @@ class CompileProgress(msgspec.Struct, frozen=True, tag=9, array_like=True, gc=Fa
     total_files: int
 
 
-LoadMessage = WorkerProgress | CompileProgress
-"""A report of a worker while it loads."""
+class CacheProgress(msgspec.Struct, frozen=True, tag=10, array_like=True, gc=False):
+    """How many KV blocks a worker has allocated, on the device, in host memory and on disk."""
+
+    rank: int
+    done_blocks: int
+    total_blocks: int
+
+
+class CaptureProgress(msgspec.Struct, frozen=True, tag=11, array_like=True, gc=False):
+    """How many of the steps that it captures at its start a worker has captured."""
+
+    rank: int
+    done_steps: int
+    total_steps: int
+
+
+StartMessage = WorkerProgress | CompileProgress | CacheProgress | CaptureProgress
+"""A report of a worker while it starts."""
 
 WorkerMessage = (
     ModelRunnerOutput
@@ -379,6 +398,8 @@ WorkerMessage = (
     | MemoryMeasured
     | CacheReady
     | CompileProgress
+    | CacheProgress
+    | CaptureProgress
 )
 
 

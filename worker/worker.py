@@ -39,7 +39,7 @@ from swell.worker.loader import load_weights
 from swell.worker.lora import NO_ADAPTERS, NoAdapters, OnLoaded, make_adapters
 from swell.worker.memory import kv_cache
 from swell.worker.memory.block_files import BlockFiles
-from swell.worker.memory.gpu_memory import GpuMemory, limit_memory
+from swell.worker.memory.gpu_memory import GpuMemory, device_of, limit_memory
 from swell.worker.memory.new_weights import ModelShape, with_weights_of
 from swell.worker.memory.offload_store import OffloadStore, count_offload_blocks
 from swell.worker.memory.profile_run import PROFILE_BLOCKS, LargestSteps, profile
@@ -54,12 +54,14 @@ from swell.worker.pooling.pooler import Pooler, load_pooler, read_model_pooling
 from swell.worker.runner import ModelRunner, ModelRunnerArgs
 from swell.worker.wire import (
     AsyncModelRunnerOutput,
+    CacheProgress,
+    CaptureProgress,
     CompileProgress,
     GroupPlan,
     LoadAdapter,
-    LoadMessage,
     Regrouped,
     SchedulerOutput,
+    StartMessage,
     WeightsSource,
     WorkerLimits,
     WorkerProgress,
@@ -71,9 +73,9 @@ class Worker:
 
     `rank` is 0 .. world - 1 within the engine, tensor fastest: stage * tensor + tensor_rank.
     `local_workers`: the number of the engine's workers on this machine, which share its cores.
-    `gpu`: the index of this worker's GPU among those that torch sees. `progress` is called in
-    `load`. `host`: the address of this machine at which other workers reach it. Several
-    workers may be threads of one process: none keeps global state.
+    `gpu`: the index of this worker's GPU among those that torch sees. `progress` is called with
+    the share of each phase of a start. `host`: the address of this machine at which other workers
+    reach it. Several workers may be threads of one process: none keeps global state.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Worker:
         rank: int = 0,
         local_workers: int = 1,
         gpu: int = 0,
-        progress: Callable[[LoadMessage], None] = lambda message: None,
+        progress: Callable[[StartMessage], None] = lambda message: None,
         host: str = "127.0.0.1",
     ) -> None:
         initialize_vector_math()
@@ -138,7 +140,7 @@ class Worker:
         experts are loaded in a later `regroup`. Raises `ValueError` for a model or a parallel
         layout that is not supported."""
         self._prepare_thread()
-        backends.prepare(self.device.type, self._on_compiled)
+        backends.prepare(self.device.type, partial(self._report, CompileProgress))
         self._progress(WorkerProgress(self.rank, 0, 0))
         layout, exact = self.config.parallel, self.config.model.exact
         self.mesh = Mesh.build(layout, self.rank, device=self.device, host=self._host, exact=exact)
@@ -202,7 +204,8 @@ class Worker:
         layers = model.attention_layers()
         kv_cache.refuse_unquantizable(self.config, layers, self._dtype, self.device)
         refuse_unquantizable(model, packing)
-        loaded = load_weights(model, model_config, self._on_loaded, packing)
+        report = partial(self._report, WorkerProgress)
+        loaded = load_weights(model, model_config, lambda share: report(*share), packing)
         pack_weights(model, packing)
         self._mapped_bytes = loaded.mapped_bytes
         self.adapters = make_adapters(self.config.lora, model, self._dtype)
@@ -234,9 +237,13 @@ class Worker:
         """
         self._prepare_thread()
         self._cache_size = num_blocks, max_model_len, offload_blocks
-        cache, caches = self.config.cache, self._bind_caches(num_blocks)
+        cache, total = self.config.cache, num_blocks + sum(offload_blocks)
+        self._report(CacheProgress, 0, total)
+        caches = self._bind_caches(num_blocks)
+        self._report(CacheProgress, num_blocks, total)
         if any(offload_blocks):
             self._offload = OffloadStore(caches, offload_blocks, cache.offload_folder)
+            self._report(CacheProgress, total, total)
         if cache.handover_folder is not None:
             self._block_files = BlockFiles(caches, cache, self.rank, self._count_progress)
         self._start_runner(max_model_len)
@@ -450,15 +457,11 @@ class Worker:
         if self.runner is not None and self._has_groups and self._captures_at_start:
             self._captures_at_start = False
             if self.runner.mesh.data.size == 1:  # other engines may have captured them already
-                self.runner.capture_steps(self._count_progress)
+                self.runner.capture_steps(partial(self._report, CaptureProgress))
 
-    def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
+    def _report(self, kind: type[StartMessage], *counts: int) -> None:
         self._count_progress()
-        self._progress(WorkerProgress(self.rank, done_bytes, all_bytes))
-
-    def _on_compiled(self, done_files: int, all_files: int) -> None:
-        self._count_progress()
-        self._progress(CompileProgress(self.rank, done_files, all_files))
+        self._progress(kind(self.rank, *counts))
 
     def _count_progress(self) -> None:
         self._progress_counter += 1
@@ -482,18 +485,3 @@ class Worker:
             return
         threads = self.config.model.cpu_threads or available_cores() // self.local_workers
         torch.set_num_threads(max(1, threads))
-
-
-def device_of(configured: str, gpu: int) -> torch.device:
-    """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
-    GPU does not exist."""
-    if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
-    if gpu >= torch.cuda.device_count():
-        raise ValueError(
-            f"a worker of this machine needs the GPU with index {gpu}, but torch sees "
-            f"{torch.cuda.device_count()} GPUs; lower parallel.tensor or parallel.pipeline"
-        )
-    return torch.device("cuda", gpu)

@@ -14,13 +14,16 @@ from swell.coordinator.wire import WorkerReport, WorkerStatus
 from swell.worker.wire import (
     AdapterLoaded,
     AsyncModelRunnerOutput,
+    CacheProgress,
+    CaptureProgress,
     CompileProgress,
     GroupPlan,
     LoadAdapter,
-    LoadMessage,
     Regrouped,
     SchedulerOutput,
+    StartMessage,
     WorkerLimits,
+    WorkerProgress,
 )
 
 EXECUTORS = {
@@ -89,18 +92,24 @@ Progress = Callable[[str], None]
 """Called with a short text that says what the start is doing: the name of a phase, and details
 after a comma."""
 LOADING_LIBRARIES = "loading libraries"
-LOADING_WEIGHTS = "loading weights"
-PREPARING_STEPS = "allocating the KV cache and capturing steps"
+ALLOCATING_CACHE = "allocating the KV cache"
+_LOADING_WEIGHTS = "loading weights"
 
 
-def loading(message: LoadMessage) -> str:
-    """Returns the status text of loading."""
-    if isinstance(message, CompileProgress):
-        return f"compiling kernels, {message.done_files} of {message.total_files} files"
-    if not message.total_bytes:
-        return LOADING_WEIGHTS
-    share = message.done_bytes / message.total_bytes
-    return f"{LOADING_WEIGHTS}, {share:.0%} of {message.total_bytes / 1e9:.1f} GB"
+def phase_text(message: StartMessage) -> str:
+    """Returns the name of the phase that a worker is in, and its share after a comma."""
+    match message:
+        case CompileProgress(_, done, total):
+            return f"compiling kernels, {done} of {total} files"
+        case WorkerProgress(_, _, 0):
+            return _LOADING_WEIGHTS
+        case WorkerProgress(_, done, total, tensor, tensors):
+            share = f"{done / total:.0%} of {total / 1e9:.1f} GB"
+            return f"{_LOADING_WEIGHTS}, tensor {tensor} of {tensors}, {share}"
+        case CacheProgress(_, done, total):
+            return f"{ALLOCATING_CACHE}, {done} of {total} blocks"
+        case CaptureProgress(_, done, total):
+            return f"capturing steps, {done} of {total}"
 
 
 class Executor(ABC):

@@ -15,8 +15,8 @@ import msgspec
 from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
+    ALLOCATING_CACHE,
     LOADING_LIBRARIES,
-    PREPARING_STEPS,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -24,7 +24,7 @@ from swell.engine.executor import (
     Progress,
     WorkerInfo,
     agree_limits,
-    loading,
+    phase_text,
 )
 from swell.engine.executor.adapter_loads import QueuedLoads
 from swell.worker.wire import (
@@ -32,10 +32,10 @@ from swell.worker.wire import (
     AsyncModelRunnerOutput,
     GroupPlan,
     LoadAdapter,
-    LoadMessage,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
+    StartMessage,
 )
 
 
@@ -84,8 +84,8 @@ class InlineExecutor(Executor):
 
         self._group_error = GroupError
 
-        def report(message: LoadMessage) -> None:
-            progress(loading(message))
+        def report(message: StartMessage) -> None:
+            progress(phase_text(message))
 
         try:
             self._worker = Worker(
@@ -97,7 +97,7 @@ class InlineExecutor(Executor):
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
             limits = agree_limits(self._config, [self._worker.measure()])
-            progress(PREPARING_STEPS)
+            progress(ALLOCATING_CACHE)
             self._worker.init_cache(*limits.of_cache)
         except BaseException as error:
             self.shutdown()

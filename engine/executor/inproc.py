@@ -21,8 +21,8 @@ from swell.configs.runtime.log import StructuredLogger
 from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import Config, ConfigError
 from swell.engine.executor import (
+    ALLOCATING_CACHE,
     LOADING_LIBRARIES,
-    PREPARING_STEPS,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -30,7 +30,7 @@ from swell.engine.executor import (
     Progress,
     WorkerInfo,
     agree_limits,
-    loading,
+    phase_text,
 )
 from swell.engine.executor.adapter_loads import QueuedLoads
 from swell.worker.wire import (
@@ -39,10 +39,10 @@ from swell.worker.wire import (
     CompileProgress,
     GroupPlan,
     LoadAdapter,
-    LoadMessage,
     ModelRunnerOutput,
     Regrouped,
     SchedulerOutput,
+    StartMessage,
 )
 
 _JOIN_S = 10.0
@@ -61,7 +61,7 @@ class WorkerThread:
         config: Config,
         rank: int,
         local_workers: int,
-        progress: Callable[[LoadMessage], None],
+        progress: Callable[[StartMessage], None],
         host: str = "127.0.0.1",
         gpu: int = 0,
     ) -> None:
@@ -103,7 +103,7 @@ class WorkerThread:
         config: Config,
         rank: int,
         local_workers: int,
-        progress: Callable[[LoadMessage], None],
+        progress: Callable[[StartMessage], None],
         host: str,
         gpu: int,
     ) -> None:
@@ -224,11 +224,11 @@ class InprocExecutor(Executor):
         parallel = self._config.parallel
         self._rendezvous_store = dist.HashStore()  # type: ignore[attr-defined]
 
-        def report(message: LoadMessage) -> None:
+        def report(message: StartMessage) -> None:
             """Shows the weights of rank 0, because all shards have similar sizes. Any thread may be
             the one that compiles; the others wait for it."""
             if message.rank == 0 or isinstance(message, CompileProgress):
-                progress(loading(message))
+                progress(phase_text(message))
 
         try:
             for rank in range(parallel.world):
@@ -244,7 +244,7 @@ class InprocExecutor(Executor):
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
             limits = agree_limits(self._config, self._call_all("measure"))
-            progress(PREPARING_STEPS)
+            progress(ALLOCATING_CACHE)
             self._call_all("init_cache", *limits.of_cache)
         except BaseException as error:
             self.shutdown()

@@ -23,7 +23,7 @@ from swell.configs.runtime.network import other_ports
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.transport.channel import ChannelKeys, Inbox
 from swell.engine.executor import (
-    PREPARING_STEPS,
+    ALLOCATING_CACHE,
     Executor,
     ExecutorError,
     ExecutorLimits,
@@ -32,7 +32,7 @@ from swell.engine.executor import (
     WorkerInfo,
     WorkerLost,
     agree_limits,
-    loading,
+    phase_text,
 )
 from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
@@ -47,7 +47,6 @@ from swell.worker.wire import (
     GroupPlan,
     InitCache,
     LoadAdapter,
-    LoadMessage,
     MeasureMemory,
     MemoryMeasured,
     ModelRunnerOutput,
@@ -55,6 +54,7 @@ from swell.worker.wire import (
     Regrouped,
     SchedulerOutput,
     Shutdown,
+    StartMessage,
     WorkerCommand,
     WorkerFailure,
     WorkerHello,
@@ -160,9 +160,9 @@ class RayExecutor(Executor):
             progress("forming groups")
             self.regroup(GroupPlan(generation=0))
             progress("measuring memory")
-            self._limits = agree_limits(self._config, self._measure(ranks))
-            progress(PREPARING_STEPS)
-            self._init_caches(ranks, self._limits)
+            self._limits = agree_limits(self._config, self._measure(ranks, progress))
+            progress(ALLOCATING_CACHE)
+            self._init_caches(ranks, self._limits, progress)
             self._table.set_ready(ranks)
         except ray.exceptions.RayTaskError as error:
             self.shutdown()
@@ -212,31 +212,37 @@ class RayExecutor(Executor):
                 if (ended := worker.exit_reason()) or time.monotonic() > deadline:
                     raise ExecutorError(f"worker {worker.rank} {ended}" if ended else late)
 
-    def _measure(self, ranks: Sequence[int]) -> list[WorkerLimits]:
+    def _measure(self, ranks: Sequence[int], progress: Progress) -> list[WorkerLimits]:
         """Lets workers measure their memory. Raises ConfigError if nothing fits."""
         self._send(ranks, MeasureMemory())
         limits = []
-        for measured in self._answers(ranks, MemoryMeasured, "measure their memory"):
+        for measured in self._answers(ranks, MemoryMeasured, "measure their memory", progress):
             if measured.limits is None:
                 raise ConfigError(measured.refusal)
             limits.append(measured.limits)
         return limits
 
-    def _init_caches(self, ranks: Sequence[int], limits: ExecutorLimits) -> None:
-        """Lets workers allocate their KV caches."""
+    def _init_caches(
+        self, ranks: Sequence[int], limits: ExecutorLimits, progress: Progress
+    ) -> None:
+        """Lets workers allocate their KV caches, and capture their steps."""
         self._send(ranks, InitCache(*limits.of_cache))
-        for _ready in self._answers(ranks, CacheReady, "allocate their KV cache"):
+        for _ready in self._answers(ranks, CacheReady, "allocate their KV cache", progress):
             pass
 
-    def _answers(self, ranks: Sequence[int], kind: type[Answer], what: str) -> Iterator[Answer]:
-        """Yields a message of this kind from each of these workers. Raises GroupBroken, WorkerLost,
-        and ExecutorError after `cluster.start_timeout_s`."""
+    def _answers(
+        self, ranks: Sequence[int], kind: type[Answer], what: str, progress: Progress
+    ) -> Iterator[Answer]:
+        """Yields a message of this kind from each of these workers, and shows the progress of the
+        first one. Raises GroupBroken, WorkerLost, and ExecutorError after
+        `cluster.start_timeout_s`."""
         limit_s = self._config.cluster.start_timeout_s
         deadline = time.monotonic() + limit_s
         missing = set(ranks)
         while missing:
             messages = self._receive()
             for message in messages:
+                self._show(message, ranks[0], progress)
                 if isinstance(message, kind):
                     missing.discard(message.rank)
                     yield message
@@ -281,8 +287,7 @@ class RayExecutor(Executor):
         deadline = time.monotonic() + self._config.cluster.start_timeout_s
         while len(ray.wait(loads, num_returns=len(loads), timeout=0)[0]) < len(loads):
             for message in self._receive():
-                if isinstance(message, LoadMessage) and message.rank == workers[0].rank:
-                    progress(loading(message))
+                self._show(message, workers[0].rank, progress)
             failed, _running = ray.wait(loads, num_returns=1, timeout=0)
             ray.get(failed)
             if time.monotonic() > deadline:
@@ -293,6 +298,11 @@ class RayExecutor(Executor):
         for worker, pid in zip(workers, ray.get(loads), strict=True):
             worker.pid = pid
             self._table.set_pid(worker.rank, pid)
+
+    def _show(self, message: WorkerMessage, rank: int, progress: Progress) -> None:
+        """Shows a report of this worker."""
+        if isinstance(message, StartMessage) and message.rank == rank:
+            progress(phase_text(message))
 
     # ---------------------------------------------------------------- steps
 
@@ -414,7 +424,7 @@ class RayExecutor(Executor):
         try:
             self._start_workers(lost, lambda text: None)
             assert self._limits is not None, "the engine has started"
-            self._init_caches(lost, self._limits)
+            self._init_caches(lost, self._limits, lambda text: None)
             self._load_adapters(lost)
             self._table.set_ready(lost)
         except (GroupBroken, WorkerLost):
@@ -464,7 +474,7 @@ class RayExecutor(Executor):
         for peer, message in self._inbox.receive(wait_s):
             if isinstance(message, WorkerHello):
                 self._workers[message.rank].peer = peer
-            elif not isinstance(message, LoadMessage) and peer not in self._peers:
+            elif not isinstance(message, StartMessage) and peer not in self._peers:
                 continue
             elif isinstance(message, ModelRunnerOutput):
                 self._results[message.step] = message

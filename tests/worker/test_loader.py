@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from swell.configs.schema import ModelConfig, ParallelConfig
@@ -144,11 +145,21 @@ def test_shards_join_to_one_model(folder: Path) -> None:
 
 def test_progress_reaches_the_total(folder: Path) -> None:
     model, config = build(folder)
-    seen: list[tuple[int, int]] = []
-    nbytes = load_weights(model, config, lambda done, total: seen.append((done, total))).nbytes
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    assert seen[-1] == (nbytes, nbytes)
-    assert {total for _, total in seen} == {nbytes}
+    shares: list[loader.LoadShare] = []
+    nbytes = load_weights(model, config, shares.append).nbytes
+    with safe_open(folder / WEIGHTS, "pt") as stored:
+        names = set(stored.keys())
+    assert shares == sorted(shares)
+    assert shares[-1] == (nbytes, nbytes, len(names), len(names))
+    assert {share.total_bytes for share in shares} == {nbytes}
+    assert {share.tensor for share in shares} == {*range(1, len(names) + 1)}
+
+
+def test_a_tensor_in_chunks_is_one_tensor(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1024)
+    shares: list[loader.LoadShare] = []
+    load_weights(*build(folder), shares.append)
+    assert len(shares) > shares[-1].tensor == shares[-1].total_tensors
 
 
 @pytest.mark.parametrize("backend", ["native", "transformers"])
@@ -181,7 +192,7 @@ def test_dummy_weights_are_drawn_on_their_device(
     monkeypatch.setattr(torch.Tensor, "normal_", note_and_draw)
     target = torch.empty(4, 4, dtype=torch.bfloat16, device="meta")
     shard = WeightShard("x.weight", target, (ALL, ALL), (4, 4))
-    loader._fill(shard, 0, loader._LoadProgress(target.nbytes, None))
+    loader._fill(shard, 0, loader._LoadProgress(None, target.nbytes, 1))
     assert drawn == ["meta", "meta"]
 
 

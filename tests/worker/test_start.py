@@ -19,9 +19,16 @@ from swell.worker.memory import kv_cache
 from swell.worker.memory.gpu_memory import MemoryUse
 from swell.worker.model_interfaces import moe_layers
 from swell.worker.runner import ModelRunner
-from swell.worker.wire import GroupPlan
+from swell.worker.wire import (
+    CacheProgress,
+    CaptureProgress,
+    GroupPlan,
+    StartMessage,
+    WorkerProgress,
+)
 from swell.worker.worker import Worker
 from tests.worker import tiny_models
+from tests.worker.fixed_graphs import FixedGraphs
 
 GPU = torch.device("cuda", 0)
 
@@ -40,14 +47,16 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
 def make(tmp_path: Path) -> Iterator[Callable[..., Worker]]:
     made: list[Worker] = []
 
-    def make_worker(family: str, **parallel: object) -> Worker:
+    def make_worker(
+        family: str, progress: Callable[[StartMessage], None] = lambda _: None, **parallel: object
+    ) -> Worker:
         tiny_models.make(tmp_path, family)
         source = {
             "model": {"path": str(tmp_path), "device": "cpu", "cpu_threads": 1},
             "parallel": parallel,
-            "cache": {"memory_bytes": 1_000_000},
+            "cache": {"memory_bytes": 1_000_000, "offload_bytes": 500_000},
         }
-        made.append(Worker(load(source)))
+        made.append(Worker(load(source), progress=progress))
         return made[-1]
 
     yield make_worker
@@ -67,6 +76,31 @@ def test_a_worker_of_a_new_engine_captures_with_its_cache(
     assert captures == [worker.runner]
     worker.regroup(GroupPlan(2))
     assert len(captures) == 1, "later steps are captured when they occur"
+
+
+def test_a_worker_reports_the_share_of_each_phase_of_its_start(
+    make: Callable[..., Worker], fixed_graphs: FixedGraphs
+) -> None:
+    reports: list[StartMessage] = []
+    worker = make("llama", reports.append)
+    worker.load()
+    read = [each for each in reports if isinstance(each, WorkerProgress)]
+    first, *_, last = read
+    assert first == WorkerProgress(0, 0, 0)
+    assert last.done_bytes == last.total_bytes > 0 and last.tensor == last.total_tensors > 1
+    worker.regroup(GroupPlan(1))
+    limits = worker.measure()
+    reports.clear()
+    worker.init_cache(limits.num_blocks, limits.max_model_len, limits.offload_blocks)
+    blocks, (in_memory, on_disk) = limits.num_blocks, limits.offload_blocks
+    assert in_memory and not on_disk
+    total = blocks + in_memory
+    counts = 0, blocks, total
+    assert reports[:3] == [CacheProgress(0, done, total) for done in counts]
+    steps = len(fixed_graphs.captured) - 1  # the first one only reserves memory for all others
+    assert steps > 1
+    captured = [CaptureProgress(0, done, steps) for done in range(steps + 1)]
+    assert reports[3:] == captured
 
 
 def test_a_replacement_captures_with_its_groups(

@@ -29,7 +29,7 @@ from swell.worker.drafting.mtp_model import MtpModel
 from swell.worker.hf_config import load_config, max_positions, resolve_dtype
 from swell.worker.hf_config import max_model_len as max_length
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import checkpoint_names, load_weight_shards, load_weights
+from swell.worker.loader import LoadShare, checkpoint_names, load_weight_shards, load_weights
 from swell.worker.memory import kv_cache
 from swell.worker.model_interfaces import HasKVCache, Model, SupportsLayerTaps
 from swell.worker.models import build_model, resolve_ties
@@ -230,7 +230,7 @@ class _Loading:
         for layer in model.attention_layers():
             layer.register_forward_hook(lambda *call: self._progress())
 
-    def _on_loaded(self, done_bytes: int, all_bytes: int) -> None:
+    def _on_loaded(self, _share: LoadShare) -> None:
         self._progress()
 
 

@@ -1,4 +1,5 @@
-"""The memory of a GPU that a KV cache may take, after everything else that steps need."""
+"""The GPU of a worker, and its memory that a KV cache may take, after everything else that steps
+need."""
 
 from __future__ import annotations
 
@@ -142,3 +143,18 @@ class GpuMemory:
             return torch.cuda.memory_reserved(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         return total - free
+
+
+def device_of(configured: str, gpu: int) -> torch.device:
+    """Returns the device of a worker; `auto` is a GPU if there is one. Raises `ValueError` if the
+    GPU does not exist."""
+    if configured == "cpu" or (configured == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("model.device=cuda, but torch sees no GPU; set model.device=cpu")
+    if gpu >= torch.cuda.device_count():
+        raise ValueError(
+            f"a worker of this machine needs the GPU with index {gpu}, but torch sees "
+            f"{torch.cuda.device_count()} GPUs; lower parallel.tensor or parallel.pipeline"
+        )
+    return torch.device("cuda", gpu)

@@ -217,7 +217,7 @@ def _load(
         shards,
         mesh,
         model_config,
-        lambda _done, _total: on_progress(),
+        lambda _share: on_progress(),
         matrices_to_load(matrices, packing, mesh.device),
     )
     while made:  # packed weights exist twice only for one expert of one layer

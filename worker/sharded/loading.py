@@ -44,8 +44,11 @@ def local_packing(device_type: str) -> PackedLayout | None:
 class Report(Protocol):
     """Receives the progress of a load."""
 
-    def begin(self, total: int) -> None:
-        """Sets the total bytes; called before the first byte is read."""
+    def begin(self, total_bytes: int, total_tensors: int) -> None:
+        """Sets the totals; called before the first byte is read."""
+
+    def begin_tensor(self) -> None:
+        """Counts a tensor; called before its first byte is read."""
 
     def add(self, nbytes: int) -> None:
         """Adds the number of bytes that were read since the last call."""
@@ -69,11 +72,12 @@ def load_sharded(
     for key, tensor in state.items():
         _check_tensor(file, key, tensor, index)
     nbytes = sum(file.tensor(key).nbytes for key in state)
-    report.begin(nbytes)
+    report.begin(nbytes, len(state))
     maps = _maps(index, mesh.device.type)
     with Uploads(mesh.device) as uploads:
         for key in list(state):
             tensor = state.pop(key)
+            report.begin_tensor()
             file.check(key, report.add)
             stored = _stored(file, key)
             if maps:
@@ -101,7 +105,8 @@ def load_saved_experts(
     cover only some of its layers. Raises `ValueError`."""
     index, parallel = read_index(folder), _split_of(mesh)
     refuse_other_split(folder, index, parallel)
-    report.begin(sum(shard.target.nbytes for shards in experts.values() for shard in shards))
+    sizes = [shard.target.nbytes for shards in experts.values() for shard in shards]
+    report.begin(sum(sizes), len(sizes))
     with Uploads(mesh.device) as uploads:
         for expert, shards in experts.items():
             name = expert_file_name(expert, index.experts, mesh.stage, parallel)
@@ -110,6 +115,7 @@ def load_saved_experts(
             _check_names(file, state, may_have_more=True)
             for key, target in state.items():
                 _check_tensor(file, key, target, index)
+                report.begin_tensor()
                 file.check(key, report.add)
                 uploads.copy(data_of(target.weight), file.tensor(key))
 

@@ -162,7 +162,9 @@ class _Saver:
         worker = f"worker {rank + 1} of {self.config.parallel.world}"
         model = self._build(rank)
         load_weights(
-            model, self.config.model, lambda done, total: progress(f"{worker}: read", done, total)
+            model,
+            self.config.model,
+            lambda share: progress(f"{worker}: read", share.done_bytes, share.total_bytes),
         )
         if self.target == "cpu":
             pack_weights(model)

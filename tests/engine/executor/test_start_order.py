@@ -22,11 +22,13 @@ from swell.engine.executor.ray import RayExecutor, RayWorker
 from swell.worker.comm.groups import GroupError
 from swell.worker.loop import HeartbeatThread, WorkerLoop
 from swell.worker.wire import (
+    CacheProgress,
+    CaptureProgress,
     CompileProgress,
     GroupPlan,
-    LoadMessage,
     Regrouped,
     Shutdown,
+    StartMessage,
     WorkerCommand,
     WorkerLimits,
     WorkerProgress,
@@ -44,8 +46,8 @@ class Record:
         self.sizes: list[tuple[int, int, tuple[int, int]]] = []
         self.during: dict[tuple[str, int], Callable[[], object]] = {}
         """(phase, rank) -> called in this phase."""
-        self.loads: dict[int, list[LoadMessage]] = {}
-        """The reports of a worker while it loads, by rank."""
+        self.reports: dict[tuple[str, int], list[StartMessage]] = {}
+        """(phase, rank) -> the reports of this worker in this phase."""
         self.ended: list[int] = []
         """Ranks that have left their groups, or were killed."""
 
@@ -66,7 +68,7 @@ class RecordingWorker:
         rank: int,
         _local_workers: int,
         _gpu: int,
-        progress: Callable[[LoadMessage], None],
+        progress: Callable[[StartMessage], None],
         _host: str,
     ) -> None:
         self.rank, self._progress = rank, progress
@@ -75,11 +77,11 @@ class RecordingWorker:
         time.sleep(0.02 * self.rank)  # the others would overtake this one
         self.record.calls.append((phase, self.rank))
         self.record.during.get((phase, self.rank), lambda: None)()
+        for message in self.record.reports.get((phase, self.rank), ()):
+            self._progress(message)
 
     def load(self) -> int:
         self._call("load")
-        for message in self.record.loads.get(self.rank, ()):
-            self._progress(message)
         return 0
 
     def open_store(self) -> tuple[str, int]:
@@ -203,16 +205,30 @@ def started(kind: str, parallel: dict[str, object]) -> Iterator[Executor]:
     made.shutdown()
 
 
-def test_a_start_shows_the_kernels_and_the_weights(
+def test_a_start_shows_the_share_of_each_phase(
     executor: Executor, record: Record, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 shows what it loads. Workers that are threads wait for the one that compiles."""
-    record.loads[0] = [CompileProgress(0, 1, 4), WorkerProgress(0, 0, 0)]
-    record.loads[0] += [WorkerProgress(0, 5, 10), WorkerProgress(0, 10, 10)]
-    record.loads[1] = [WorkerProgress(1, 3, 10)]
+    """Rank 0 shows what it does. Workers that are threads wait for the one that compiles."""
+    record.reports["load", 0] = [
+        CompileProgress(0, 1, 4),
+        WorkerProgress(0, 0, 0),
+        WorkerProgress(0, 5 * 10**9, 10**10, 31, 290),
+        WorkerProgress(0, 10**10, 10**10, 290, 290),
+    ]
+    record.reports["load", 1] = [WorkerProgress(1, 3, 10, 2, 3)]
+    record.reports["init_cache", 0] = [
+        CacheProgress(0, 0, 9),
+        CacheProgress(0, 9, 9),
+        CaptureProgress(0, 3, 35),
+    ]
+    record.reports["init_cache", 1] = [CacheProgress(1, 7, 9)]
     texts: list[str] = []
-    expected = ["compiling kernels, 1 of 4 files", "loading weights"]
-    expected += ["loading weights, 50% of 0.0 GB", "loading weights, 100% of 0.0 GB"]
+    expected = [
+        "compiling kernels, 1 of 4 files",
+        "loading weights",
+        "loading weights, tensor 31 of 290, 50% of 10.0 GB",
+        "loading weights, tensor 290 of 290, 100% of 10.0 GB",
+    ]
     if isinstance(executor, RayExecutor):
 
         def wait_for_messages(refs: list[Any], **limits: Any) -> tuple[list[Any], list[Any]]:
@@ -223,10 +239,17 @@ def test_a_start_shows_the_kernels_and_the_weights(
     first = texts.index(expected[0])
     assert texts[first : first + 4] == expected
     assert not [text for text in texts if "30%" in text]
+    assert texts[texts.index("measuring memory") :] == [
+        "measuring memory",
+        "allocating the KV cache",
+        "allocating the KV cache, 0 of 9 blocks",
+        "allocating the KV cache, 9 of 9 blocks",
+        "capturing steps, 3 of 35",
+    ]
 
 
 def test_the_thread_that_compiles_shows_it(record: Record) -> None:
-    record.loads[1] = [CompileProgress(1, 3, 4)]
+    record.reports["load", 1] = [CompileProgress(1, 3, 4)]
     texts: list[str] = []
     for executor in started("inproc", {}):
         executor.start(texts.append)

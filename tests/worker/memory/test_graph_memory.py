@@ -193,7 +193,7 @@ def test_the_order_of_captures_does_not_matter_for_their_memory(
         worker._bind_caches(PROFILE_BLOCKS)
         runner = worker._start_runner(steps.max_model_len)
         if at_start:
-            runner.capture_steps(lambda: None)
+            runner.capture_steps(lambda _done, _total: None)
         for number, rows in enumerate((1, 2, 9, 20, 40)):
             runner.execute_model(steps._plan(number, [_Row(0, 1)] * rows))
         assert len(fixed_graphs.captured) > 5

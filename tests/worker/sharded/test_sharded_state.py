@@ -22,7 +22,7 @@ from swell.kernels.linear import LAYOUT_VERSION, panel
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
-from swell.worker.loader import LoadedWeights, load_weights
+from swell.worker.loader import LoadedWeights, LoadShare, load_weights
 from swell.worker.models import build_model
 from swell.worker.sharded import atomic_folder as new_folders
 from swell.worker.sharded import saving
@@ -319,12 +319,13 @@ def test_saving_and_loading_report_progress(tiny: Any, tmp_path: Path) -> None:
     ]
     for steps in seen.values():
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1] > 0
-    steps = []
+    shares: list[LoadShare] = []
     config = ModelConfig(path=str(tmp_path / "out"))
     mesh = Mesh.build(ParallelConfig(tensor=2), 1)
     model = build_model(config, load_config(config), mesh, "cpu", torch.float32)
-    nbytes = load_weights(model, config, lambda done, total: steps.append((done, total))).nbytes
-    assert steps == sorted(steps) and steps[-1] == (nbytes, nbytes)
+    nbytes = load_weights(model, config, shares.append).nbytes
+    tensors = len(state_of(model))
+    assert shares == sorted(shares) and shares[-1] == (nbytes, nbytes, tensors, tensors)
 
 
 # ------------------------------------------------------------------------------------ whole folders

@@ -45,10 +45,10 @@ const answering = { cluster: healthy, cluster_at: 1, manager_error: null, coordi
 test("workers are shown as their engine reports them, also while it starts", () => {
   const workers = [{ status: "ready", pid: 9, replaced: 1 }];
   const managed = { rank: 0, state: "active", pid: 7, workers: [{ status: "ready", pid: 8, replaced: 0 }] };
-  const starting = { rank: 1, state: "starting", pid: null, workers: [{ status: "loading", pid: 0, replaced: 0 }], starting: "forming groups" };
+  const starting = { rank: 1, state: "starting", pid: null, workers: [{ status: "loading", pid: 0, replaced: 0 }], starting: "capturing steps, 3 of 35" };
   const rows = engineRows(event(1, { engines: [engine(0, { workers })], cluster: { engines: [managed, starting] } }));
   assert.deepEqual(rows.map((row) => row.workers[0].pid), [9, 0]);
-  assert.deepEqual(rows.map((row) => row.detail), ["", "forming groups"]);
+  assert.deepEqual(rows.map((row) => row.detail), ["", "capturing steps, 3 of 35"]);
   const texts = rows.map((row) => workerText(row.workers[0], 0, row.pid));
   assert.deepEqual(texts, ["0 ready · process 9 · replaced once", "0 loading"]);
   assert.equal(workerText({ status: "ready", pid: 7, replaced: 0 }, 0, 7), "0 ready");
