@@ -7,6 +7,7 @@ from typing import Any
 
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import RequestOutput
+from swell.cluster.client.requests.stats import FinishedRequestStats
 from swell.cluster.text.params.sampling_params import (
     SamplingParams,
     internal_request_id,
@@ -46,3 +47,17 @@ def outputs_after(
     states = [*processor.request_states.values()]
     processor.process_outputs(outputs)
     return [output for state in states if (output := state.queue.get_nowait()) is not None]
+
+
+def finished_stats(
+    reason: str = "stop", num_output_tokens: int = 3, **times_s: float
+) -> FinishedRequestStats:
+    """Returns statistics in which only the given times are known."""
+    unknown = dict.fromkeys(("queue_s", "prefill_s", "decode_s"))
+    return FinishedRequestStats(
+        finish_reason=reason,
+        num_prompt_tokens=2,
+        num_output_tokens=num_output_tokens,
+        e2e_s=7.0,
+        **{**unknown, **times_s},
+    )

@@ -5,8 +5,9 @@
       attempt                                      |<- routed - finished ->|
 
 The first span is the child of the caller's span, and has the attributes of OpenTelemetry's
-conventions for generative AI. Each attempt of each answer is a child of it, with its timeline as
-span events.
+conventions for generative AI. Its latencies, which the conventions do not define, have the names
+that vLLM gives them. Each attempt of each answer is a child of it, with its timeline as span
+events.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode, Tracer, set_span_in_contex
 
 from swell.cluster.client.requests.journey import Journey, PlacedEvent
 from swell.cluster.client.requests.request_history import RequestRecord
+from swell.cluster.client.requests.stats import FinishedRequestStats
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.engine.wire import JourneyEventType
 
@@ -121,6 +123,7 @@ def _request_attributes(processed: ProcessedRequest) -> dict[str, Value]:
 
 
 def _answer_attributes(record: RequestRecord, processed: ProcessedRequest) -> dict[str, Value]:
+    finished = [journey.stats for journey in record.journeys if journey.stats is not None]
     attributes: dict[str, Value] = {
         "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": _PROVIDER,
@@ -128,14 +131,42 @@ def _answer_attributes(record: RequestRecord, processed: ProcessedRequest) -> di
         "gen_ai.response.model": record.model,
         "gen_ai.response.id": record.id,
         "swell.request_id": record.request_id,
-        "gen_ai.usage.output_tokens": sum(journey.num_tokens for journey in record.journeys),
+        "gen_ai.usage.output_tokens": sum(stats.num_output_tokens for stats in finished),
         "gen_ai.response.finish_reasons": _finish_reasons(record),
     }
+    attributes.update(_latencies(finished))
+    if record.ended_s is not None:
+        attributes["gen_ai.latency.e2e"] = max(record.ended_s - record.received_s, 0.0)
     first_s = min(_first_tokens_s(record), default=None)
-    if first_s is not None and processed.stream:
-        first_chunk_s = max(first_s - record.received_s, 0.0)
-        attributes["gen_ai.response.time_to_first_chunk"] = first_chunk_s
+    if first_s is not None:
+        first_token_s = max(first_s - record.received_s, 0.0)
+        attributes["gen_ai.latency.time_to_first_token"] = first_token_s
+        if processed.stream:
+            attributes["gen_ai.response.time_to_first_chunk"] = first_token_s
     return attributes
+
+
+def _latencies(answers: Sequence[FinishedRequestStats]) -> dict[str, float]:
+    """Returns the times of a request in seconds: queue and prefill of the answer with the first
+    token, then the time until the last token of all answers. Times that are not known are left
+    out."""
+    # (end of the prefill, end of the queue, end of the decode) of each answer, since its arrival
+    ends = [
+        (one.queue_s + one.prefill_s, one.queue_s, one.queue_s + one.prefill_s + one.decode_s)
+        for one in answers
+        if one.queue_s is not None and one.prefill_s is not None and one.decode_s is not None
+    ]
+    if not ends:
+        queued_s = [one.queue_s for one in answers if one.queue_s is not None]
+        return {"gen_ai.latency.time_in_queue": queued_s[0]} if queued_s else {}
+    first_s, queue_s, _ = min(ends)
+    last_s = max(end_s for _, _, end_s in ends)
+    return {
+        "gen_ai.latency.time_in_queue": queue_s,
+        "gen_ai.latency.time_in_model_prefill": first_s - queue_s,
+        "gen_ai.latency.time_in_model_decode": last_s - first_s,
+        "gen_ai.latency.time_in_model_inference": last_s - queue_s,
+    }
 
 
 def _attempts(journey: Journey) -> Iterator[list[PlacedEvent]]:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from swell.cluster.client.requests.stats import FinishedRequestStats
 from swell.engine.wire import JourneyEvent, JourneyEventType
 
 MAX_EVENTS = 64
@@ -45,19 +46,22 @@ class Journey:
     between the previous event and now. Nothing follows the finish.
     """
 
-    __slots__ = ("_arrived_s", "_attempt", "events", "finished", "num_left_out", "num_tokens")
+    __slots__ = ("_arrived_s", "_attempt", "events", "num_left_out", "stats")
 
     def __init__(self) -> None:
         self.events: list[PlacedEvent] = []
         self.num_left_out = 0
         """Number of events above `MAX_EVENTS`."""
-        self.finished = False
-        self.num_tokens = 0
-        """Number of output tokens, set at the finish."""
+        self.stats: FinishedRequestStats | None = None
+        """Set at the finish."""
         self._attempt = 0
         """The newest attempt for which an engine has reported events."""
         self._arrived_s = 0.0
         """When that attempt arrived at its engine."""
+
+    @property
+    def finished(self) -> bool:
+        return self.stats is not None
 
     def add(
         self,
@@ -87,8 +91,8 @@ class Journey:
             self.add(event.kind, at_s, rank, attempt)
 
     def finish(
-        self, now_s: float, rank: int | None, attempt: int | None, reason: str, num_tokens: int
+        self, now_s: float, rank: int | None, attempt: int | None, stats: FinishedRequestStats
     ) -> None:
-        self.num_tokens = num_tokens
-        self.add(JourneyEventType.FINISHED, now_s, rank, attempt, reason)
-        self.finished = True
+        self.add(JourneyEventType.FINISHED, now_s, rank, attempt, stats.finish_reason)
+        if self.stats is None:
+            self.stats = stats

@@ -217,8 +217,9 @@ class OutputProcessor:
         del self.request_states[state.request_id]
         state.release()
         reason, num_tokens = str(state.finish_reason), len(state.output_token_ids)
-        state.journey.finish(now_s, *state.placement, reason, num_tokens)
-        stats.finished.append(state.times.finish(reason, num_tokens, now_s))
+        finished = state.times.finish(reason, num_tokens, now_s)
+        state.journey.finish(now_s, *state.placement, finished)
+        stats.finished.append(finished)
         if state.finish_reason is FinishReason.ERROR and self._log is not None:
             # `/admin/requests/ID` finds the external id while the ingress remembers the request.
             id, reason = state.external_id, " ".join(str(state.stop_reason).split())

@@ -16,6 +16,7 @@ from swell.cluster.client.requests.request_history import RequestRecord
 from swell.engine.wire import JourneyEventType as Kind
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.core_requests import finished_stats
 
 HELLO = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def test_milliseconds_count_from_the_arrival_of_the_request() -> None:
     journey = Journey()
     journey.add(Kind.ROUTED, 99.9, 4, 1)  # loop clocks have a resolution of 1 ms
     journey.add(Kind.FIRST_TOKEN, 100.5, 4, 1)
-    journey.finish(102.0, 4, 1, "stop", 8)
+    journey.finish(102.0, 4, 1, finished_stats("stop"))
     record = RequestRecord("cmpl-a", "a", "chat", "m", 100.0, 1.7e9, [journey])
     (choice,) = timings_of(record).choices
     seen = [(event.event, event.ms, event.hop_ms, event.reason) for event in choice.events]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ from swell.engine.wire import JourneyEventType as Kind
 from tests.cluster.api.tracing.otlp_collector import needs_exporter, start_collector
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, until
 from tests.cluster.text import tokenizers_for_tests
-from tests.support.core_requests import core_request
+from tests.pages.blocks import blocks
+from tests.support.core_requests import core_request, finished_stats
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 CALLER = {"traceparent": f"00-{TRACE}-{SPAN}-01", "tracestate": "vendor=1"}
+PAGE = "docs/guide/timings.md"
 SERVER, INTERNAL = 2, 1
 """Span kinds of OTLP."""
 
@@ -86,6 +89,14 @@ def spans_of(
     return [*spans]
 
 
+LATENCY = "gen_ai.latency."
+
+
+def latencies(span: ReadableSpan) -> dict[str, Any]:
+    found = (span.attributes or {}).items()
+    return {name[len(LATENCY) :]: value for name, value in found if name.startswith(LATENCY)}
+
+
 def moved(reason: str) -> Journey:
     journey = Journey()
     journey.add(Kind.QUEUED, 1.5)
@@ -95,7 +106,8 @@ def moved(reason: str) -> Journey:
     journey.add(Kind.QUEUED, 4.0)
     journey.add(Kind.ROUTED, 6.0, 1, 2)
     journey.add(Kind.PREEMPTED, 7.0, 1, 2)
-    journey.finish(8.0, 1, 2, reason, 12)
+    stats = finished_stats(reason, 12, queue_s=1.0, prefill_s=1.0, decode_s=4.5)
+    journey.finish(8.0, 1, 2, stats)
     return journey
 
 
@@ -114,6 +126,14 @@ def test_a_request_has_a_span_and_each_attempt_one_below_it() -> None:
     assert root.attributes["gen_ai.usage.output_tokens"] == 12
     assert root.attributes["gen_ai.response.finish_reasons"] == ("stop",)
     assert root.attributes["gen_ai.response.time_to_first_chunk"] == 2.0
+    assert latencies(root) == {
+        "time_in_queue": 1.0,
+        "time_to_first_token": 2.0,
+        "time_in_model_prefill": 1.0,
+        "time_in_model_decode": 4.5,
+        "time_in_model_inference": 5.5,
+        "e2e": 8.0,
+    }
     for span, rank in ((first, 0), (second, 1)):
         assert span.attributes and span.parent and span.context
         assert span.kind is SpanKind.INTERNAL
@@ -130,6 +150,38 @@ def test_a_request_has_a_span_and_each_attempt_one_below_it() -> None:
         ("first_token", 102 * 10**9)
     ]
     assert [event.name for event in second.events] == ["preempted"]
+
+
+def test_the_times_of_several_answers_reach_from_the_first_token_to_the_last() -> None:
+    """The second answer has the first token, and the first answer has the last token. The third
+    answer fails before its first token."""
+    answers = [Journey(), Journey(), Journey()]
+    for journey in answers:
+        journey.add(Kind.ROUTED, 1.5, 0, 1)
+    answers[1].add(Kind.FIRST_TOKEN, 2.5, 0, 1)
+    answers[0].add(Kind.FIRST_TOKEN, 3.0, 0, 1)
+    answers[0].finish(8.0, 0, 1, finished_stats(queue_s=1.5, prefill_s=0.5, decode_s=5.0))
+    answers[1].finish(5.0, 0, 1, finished_stats(queue_s=0.75, prefill_s=0.75, decode_s=2.5))
+    answers[2].finish(8.5, 0, 1, finished_stats("error"))
+    root, *_ = spans_of(*answers, n=3)
+    assert latencies(root) == {
+        "time_in_queue": 0.75,
+        "time_to_first_token": 1.5,
+        "time_in_model_prefill": 0.75,
+        "time_in_model_decode": 5.5,
+        "time_in_model_inference": 6.25,
+        "e2e": 8.0,
+    }
+
+
+def test_a_request_without_a_token_has_only_the_times_that_are_known() -> None:
+    waited, lost = Journey(), Journey()
+    waited.finish(9.0, None, None, finished_stats("abort", queue_s=7.5))
+    lost.add(Kind.ROUTED, 1.5, 0, 1)
+    lost.finish(9.0, 0, 1, finished_stats("error"))
+    assert latencies(spans_of(waited)[0]) == {"time_in_queue": 7.5, "e2e": 8.0}
+    assert latencies(spans_of(lost)[0]) == {"e2e": 8.0}
+    assert latencies(spans_of()[0]) == {"e2e": 8.0}
 
 
 def test_a_failure_is_an_error_of_the_request_and_of_its_last_attempt() -> None:
@@ -171,7 +223,7 @@ def test_attributes_have_the_names_of_the_conventions() -> None:
     )
     names = {name for name in root.attributes or {} if name.startswith("gen_ai.")}
     assert len(names) > 15
-    assert names <= set(known)
+    assert {name for name in names - set(known) if not name.startswith(LATENCY)} == set()
 
 
 # ------------------------------------------------------------------------- export to a collector
@@ -227,6 +279,23 @@ def check_moved(root: dict[str, Any], attempts: list[dict[str, Any]], stream: St
     assert (known["gen_ai.request.temperature"], known["gen_ai.request.top_p"]) == (0.5, 1.0)
     assert known["gen_ai.response.finish_reasons"] == ["length"]
     assert known["swell.request_id"] == stream.headers["x-request-id"]
+    queue, prefill, decode, inference, e2e, first_token = (
+        known[LATENCY + name]
+        for name in (
+            "time_in_queue",
+            "time_in_model_prefill",
+            "time_in_model_decode",
+            "time_in_model_inference",
+            "e2e",
+            "time_to_first_token",
+        )
+    )
+    assert min(queue, prefill) >= 0 and decode > 0
+    assert inference == pytest.approx(prefill + decode)
+    assert queue + prefill <= first_token + 1e-6
+    assert queue + inference <= e2e + 1e-6
+    assert e2e == pytest.approx((root["end_ns"] - root["start_ns"]) / 1e9, abs=1e-6)
+    assert known["gen_ai.response.time_to_first_chunk"] == first_token
     ranks = [span["attributes"]["swell.engine.rank"] for span in attempts]
     assert ranks == [0, 1]
     for span in attempts:
@@ -260,6 +329,48 @@ def test_spans_that_the_caller_does_not_sample_are_not_exported(folder: Path, ot
                 assert collector.is_empty()
 
         asyncio.run(run())
+
+
+@needs_exporter
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sampler", "exported"),
+    [("parentbased_traceidratio", [SPAN]), ("traceidratio", []), ("always_on", ["", SPAN, SPAN])],
+)
+def test_the_sampler_of_the_environment_decides(
+    folder: Path, otlp: Any, monkeypatch: pytest.MonkeyPatch, sampler: str, exported: list[str]
+) -> None:
+    """A ratio of 0 drops all traces that begin here. A sampler that is based on the parent does
+    what the caller has decided. Responses are not streamed, and have a time to first token."""
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
+    monkeypatch.setenv("OTEL_TRACES_SAMPLER_ARG", "0")
+    quiet = {"traceparent": f"00-{TRACE}-{SPAN}-00"}
+
+    async def run() -> None:
+        settings: dict[str, object] = {"serve.otlp_endpoint": collector.endpoint}
+        async with FakeCluster(folder, **settings).serving() as cluster:
+            await cluster.join(0)
+            for headers in ({}, CALLER, quiet):
+                payload = body([1], 2)
+                await cluster.client.post("/v1/completions", json=payload, headers=headers)
+            traces = cluster.ingress.services.traces
+            assert isinstance(traces, otlp.OtlpExporter)
+            await until(lambda: traces.num_queued == 0)
+
+    with start_collector() as collector:
+        asyncio.run(run())
+        spans = collector.take(2 * len(exported))
+        assert collector.is_empty()
+    roots = [span for span in spans if span["kind"] == SERVER]
+    assert [root["parent_id"] for root in roots] == exported
+    for root in roots:
+        assert root["attributes"][LATENCY + "time_to_first_token"] > 0
+        assert "gen_ai.response.time_to_first_chunk" not in root["attributes"]
+        (block,) = (b for b in blocks() if (b.page, b.language) == (PAGE, "json"))
+        example = json.loads(block.code)
+        assert {name: type(value) for name, value in example.items()} == {
+            name: type(value) for name, value in root["attributes"].items()
+        }, "the page shows the attributes of this span"
 
 
 @needs_exporter

@@ -12,6 +12,7 @@ from swell.engine.request import Request
 from swell.engine.wire import EngineCoreRequest, JourneyEvent
 from swell.engine.wire import JourneyEventType as Kind
 from swell.worker.sampler_wire import SamplerParams
+from tests.support.core_requests import finished_stats
 
 ODD_S = st.floats(-1e3, 1e3, allow_nan=False)
 """Times in seconds, including invalid ones that an engine might report."""
@@ -50,7 +51,7 @@ def test_times_never_decrease_and_the_end_is_unique(steps, twice: bool) -> None:
             attempt += 1
             journey.add(Kind.ROUTED, now_s, attempt - 1, attempt)
     for _ in range(1 + twice):
-        journey.finish(5.0, attempt - 1, attempt, "stop", 3)
+        journey.finish(5.0, attempt - 1, attempt, finished_stats("stop"))
     journey.add(Kind.FIRST_TOKEN, 9.0)
     assert_lawful(journey.events)
     assert len(journey.events) <= MAX_EVENTS + 1
@@ -94,7 +95,7 @@ def test_a_preemption_is_placed_by_the_arrival_of_its_attempt() -> None:
     journey.add(Kind.FIRST_TOKEN, 12.0, 0, 1)
     again = [JourneyEvent(Kind.PREEMPTED, 3.0), JourneyEvent(Kind.SCHEDULED, 7.0)]
     journey.add_reported(again, 0, 1, 17.6)
-    journey.finish(20.0, 0, 1, "length", 9)
+    journey.finish(20.0, 0, 1, finished_stats("length"))
     placed = [(str(event.kind), event.at_s) for event in journey.events]
     assert placed == [
         ("routed", 10.0),
@@ -111,7 +112,7 @@ def test_events_are_bounded_and_the_end_is_kept() -> None:
     journey = Journey()
     for now_s in range(10 * MAX_EVENTS):
         journey.add(Kind.ROUTED, float(now_s), 0, 1)
-    journey.finish(1e4, 0, 1, "stop", 1)
+    journey.finish(1e4, 0, 1, finished_stats("stop"))
     assert len(journey.events) == MAX_EVENTS + 1
     assert journey.num_left_out == 9 * MAX_EVENTS
     assert_lawful(journey.events)
