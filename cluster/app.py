@@ -30,6 +30,7 @@ from swell.cluster.api.server_info import NotReady
 from swell.cluster.api.store.store_service import StoreService
 from swell.cluster.api.tracing import exporter as tracing
 from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.client.requests.request_history import CancelStatus
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ScaleRefused
@@ -64,6 +65,7 @@ from swell.configs.lora import Adapter
 from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, ingress_ports
 from swell.configs.runtime.process import allow_many_files, freeze_gc
+from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import ClusterConfig, Config, ConfigError, load, parse_override
 from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
@@ -325,6 +327,12 @@ class IngressDeployment:
     async def find_requests(self, id: str, asking: int) -> list[RequestStory]:
         """Returns what this ingress knows of a request, for another ingress."""
         return self._ingress.find_requests(id, asking)
+
+    async def cancel_requests(
+        self, ids: list[str], owner: SecretText, asking: int
+    ) -> dict[str, CancelStatus]:
+        """Cancels requests of a user at this ingress, for another ingress."""
+        return self._ingress.cancel_requests(ids, owner, asking)
 
     async def check_health(self) -> None:
         """Called by Serve. The watchdog kills an ingress that hangs; an ingress whose loops have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from ray import serve
@@ -10,7 +11,9 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 
 from swell.cluster.api.admin.protocol import RequestStory
+from swell.cluster.api.services import CancelStatus
 from swell.configs.runtime.log import StructuredLogger
+from swell.configs.runtime.secret import SecretText
 
 _PEERS_TIMEOUT_S = 5.0
 """How long an ingress waits for the answers of the others."""
@@ -21,7 +24,7 @@ _NAMES_POLL_S = 0.2
 
 
 class ReplicaPeers:
-    """`PeerStories` through Serve, which lists the replicas at the first use."""
+    """`PeerIngresses` through Serve, which lists the replicas at the first use."""
 
     def __init__(self, replicas: int) -> None:
         context = serve.get_replica_context()
@@ -33,9 +36,19 @@ class ReplicaPeers:
         self._log = StructuredLogger("cluster.app")
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
+        answers, complete = await self._call("find_requests", id, asking)
+        return [story for stories in answers for story in stories], complete
+
+    async def cancel(
+        self, ids: Sequence[str], owner: SecretText, asking: int
+    ) -> tuple[list[dict[str, CancelStatus]], bool]:
+        return await self._call("cancel_requests", list(ids), owner, asking)
+
+    async def _call(self, method: str, *args: object) -> tuple[list[Any], bool]:
+        """Returns the answers of the replicas to a call, and whether all of them answered."""
         try:
             async with asyncio.timeout(_PEERS_TIMEOUT_S):
-                answers = await self._ask(id, asking)
+                answers = await self._ask(method, *args)
         except Exception as error:  # any error of the call
             answers = [error]
         failed = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -43,14 +56,14 @@ class ReplicaPeers:
             self._log.warning("an ingress is silent", error=f"{type(failure).__name__}: {failure}")
         # Serve leaves out replicas that it has just found to be gone.
         complete = not failed and len(answers) >= self._replicas
-        return [story for one in answers if isinstance(one, list) for story in one], complete
+        return [answer for answer in answers if not isinstance(answer, BaseException)], complete
 
-    async def _ask(self, id: str, asking: int) -> list[Any]:
+    async def _ask(self, method: str, *args: object) -> list[Any]:
         """Returns the answer of each replica, or the error of its call."""
         while True:
             try:
                 async with self._lock:
-                    sent = await asyncio.to_thread(self._broadcast, id, asking)
+                    sent = await asyncio.to_thread(self._broadcast, method, *args)
                 answers: list[Any] = await sent.results_async(
                     timeout_s=_PEER_TIMEOUT_S, return_exceptions=True
                 )
@@ -58,7 +71,7 @@ class ReplicaPeers:
             except DeploymentUnavailableError:  # Serve has not listed the replicas yet
                 await asyncio.sleep(_NAMES_POLL_S)
 
-    def _broadcast(self, id: str, asking: int) -> DeploymentBroadcastResponse:
+    def _broadcast(self, method: str, *args: object) -> DeploymentBroadcastResponse:
         if self._handle is None:
             self._handle = serve.get_deployment_handle(*self._names, _check_exists=False)
-        return self._handle.broadcast("find_requests", id, asking)
+        return self._handle.broadcast(method, *args)

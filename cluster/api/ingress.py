@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.bodies.body_reader import Body, warn_of_keywords
+from swell.cluster.api.cancel import CancelRoutes
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.chat.serving import ChatResponseWriter
@@ -45,15 +46,17 @@ from swell.cluster.api.routing import (
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import RequestThrottle
 from swell.cluster.api.server_info import NotReady, ServerRoutes
-from swell.cluster.api.services import PeerStories, Services
+from swell.cluster.api.services import PeerIngresses, Services
 from swell.cluster.api.sessions.session_routes import SessionRoutes
 from swell.cluster.api.tokenize import TokenizeRoutes
 from swell.cluster.api.web.page_routes import PageRoutes
 from swell.cluster.client.engine_core_client import ConnectEngines
+from swell.cluster.client.requests.request_history import CancelStatus
 from swell.cluster.text.prompt.generation_request import GenerationRequest
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
+from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import Config
 
 Answered = TypeVar("Answered", ChatCompletionRequest, CompletionRequest, MessagesRequest)
@@ -65,7 +68,7 @@ async def build_ingress(
     connect: ConnectEngines,
     manager: Any,
     store: Any = None,
-    peers: PeerStories | None = None,
+    peers: PeerIngresses | None = None,
 ) -> Ingress:
     """Loads the tokenizer, connects to the engines, and waits until they are known, so that a
     replacement replica does not refuse requests that its predecessor would have served. The
@@ -97,6 +100,7 @@ class Ingress:
                 route("/v1/messages/count_tokens", self._count_tokens, "POST"),
                 *PoolingRoutes(services).routes(),
                 *TokenizeRoutes(services).routes(),
+                *CancelRoutes(services).routes(),
                 *self._server.routes(),
                 *AdminRoutes(services).routes(),
                 *self._events.routes(),
@@ -129,6 +133,14 @@ class Ingress:
         if asking == self.llm.client_index:
             return []
         return self.services.recorder.find(id)
+
+    def cancel_requests(
+        self, ids: Sequence[str], owner: SecretText, asking: int
+    ) -> dict[str, CancelStatus]:
+        """Cancels requests of `owner` at this ingress, unless it is number `asking`."""
+        if asking == self.llm.client_index:
+            return {}
+        return self.services.recorder.cancel(ids, owner)
 
     def begin_drain(self) -> None:
         """From now on `/ready` returns 503, so that load balancers send new requests elsewhere."""

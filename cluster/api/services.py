@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -24,6 +24,7 @@ from swell.cluster.client.engine_core_client import ConnectEngines
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.requests.deadline import HEADER as TIMEOUT
 from swell.cluster.client.requests.deadline import deadline_of
+from swell.cluster.client.requests.request_history import CancelStatus as CancelStatus
 from swell.cluster.client.requests.request_history import RequestHistory
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest
@@ -33,23 +34,35 @@ from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.lora import Adapter
+from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import Config
 from swell.coordinator.metrics import ViewCollector
 from swell.coordinator.wire import ClusterView
 
 
-class PeerStories(Protocol):
-    """Searches all other ingresses for a request."""
+class PeerIngresses(Protocol):
+    """Calls all other ingresses. The calls return within seconds and raise nothing."""
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
         """Returns the stories that the ingresses other than number `asking` have under an id, and
-        whether all of them answered. It returns within seconds and raises nothing."""
+        whether all of them answered."""
+
+    async def cancel(
+        self, ids: Sequence[str], owner: SecretText, asking: int
+    ) -> tuple[list[dict[str, CancelStatus]], bool]:
+        """Cancels the requests of `owner` with these ids. Returns what the ingresses other than
+        number `asking` did, and whether all of them answered."""
 
 
 class NoPeers:
     """The case of a single ingress."""
 
     async def find(self, id: str, asking: int) -> tuple[list[RequestStory], bool]:
+        return [], True
+
+    async def cancel(
+        self, ids: Sequence[str], owner: SecretText, asking: int
+    ) -> tuple[list[dict[str, CancelStatus]], bool]:
         return [], True
 
 
@@ -89,7 +102,7 @@ class Services:
         manager: Any,
         store: Any,
         text: TextServices,
-        peers: PeerStories | None = None,
+        peers: PeerIngresses | None = None,
     ) -> None:
         self.config = config
         self.model = config.model.served_name

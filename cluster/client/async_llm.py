@@ -15,7 +15,12 @@ from swell.cluster.client.requests.answer_version import AnswerVersion
 from swell.cluster.client.requests.deadline import RequestTimedOut
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import RequestOutputCollector, RequestOutputKind
-from swell.cluster.client.requests.request_state import EngineGone, MigrationReason, RequestState
+from swell.cluster.client.requests.request_state import (
+    EngineGone,
+    MigrationReason,
+    RequestCancelled,
+    RequestState,
+)
 from swell.cluster.client.routing.admission import Admission, TooManyWaiting
 from swell.cluster.client.routing.readiness import ReadinessTracker, ReadyState
 from swell.cluster.client.routing.router import NoEngine
@@ -216,9 +221,16 @@ class AsyncLLM(EngineListener):
             raise
         return state
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Aborts requests that their client has given up; ignores unknown and finished ones."""
-        self._placer.abort_in_engines(self._processor.abort_requests(request_ids))
+    def abort(self, request_ids: Sequence[str]) -> bool:
+        """Ends requests, whose clients get the output so far; ignores unknown and finished ones.
+        Returns whether there were any others."""
+        ended = self._processor.abort_requests(request_ids)
+        self._placer.abort_in_engines(ended)
+        return bool(ended)
+
+    def cancel(self, request_ids: Sequence[str]) -> bool:
+        """Does the same, but fails the requests with RequestCancelled."""
+        return self._fail(request_ids, RequestCancelled(), FinishReason.ABORT)
 
     def expire(self, request_ids: Sequence[str], timeout_s: float) -> None:
         """Fails these requests with RequestTimedOut, except those that have finished."""
@@ -303,6 +315,7 @@ class AsyncLLM(EngineListener):
         request_ids: Sequence[str] | None,
         error: Exception,
         reason: FinishReason = FinishReason.ERROR,
-    ) -> None:
+    ) -> bool:
         ended = self._processor.propagate_error(error, request_ids, reason)
         self._placer.abort_in_engines(ended)
+        return bool(ended)

@@ -183,6 +183,26 @@ def test_each_ingress_finds_requests_of_both(cluster: Cluster) -> None:
     assert unknown.status_code == 404, unknown.text
 
 
+def test_any_ingress_cancels_a_stream_by_its_id(cluster: Cluster) -> None:
+    """Each request chooses an ingress at random, so some cancels arrive at the other one."""
+    payload = {
+        "prompt": [1, 2],
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_interval": 1,
+    }
+    for _ in range(ASKS):
+        with httpx.stream(
+            "POST", f"{cluster.url}/v1/completions", json=payload, timeout=120
+        ) as answer:
+            id = answer.headers["x-request-id"]
+            cancelled = cluster.post("/v1/cancel", {"request_id": id})
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+        assert cancelled.json() == {"results": [{"id": id, "status": "cancelled"}]}
+        assert json.loads(lines[-1])["choices"][0]["finish_reason"] == "abort"
+
+
 def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dict[str, Any]:
     """Returns the answer to a chunk. If its ingress dies, the connection fails. The chunk is then
     sent again with the same number, so it is not appended twice."""

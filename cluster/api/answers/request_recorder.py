@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 from swell.cluster.api.admin.live_protocol import RecentRequest
@@ -12,8 +12,13 @@ from swell.cluster.api.answers.response_writer import AnswerWriter
 from swell.cluster.api.bodies.timings import timings_of
 from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.tracing.exporter import TraceExporter
-from swell.cluster.client.requests.request_history import RequestHistory, RequestRecord
+from swell.cluster.client.requests.request_history import (
+    CancelStatus,
+    RequestHistory,
+    RequestRecord,
+)
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
+from swell.configs.runtime.secret import SecretText
 
 
 class RequestRecorder:
@@ -30,9 +35,11 @@ class RequestRecorder:
         context: RequestContext,
         processed: ProcessedRequest,
         answer: AnswerWriter,
+        abort: Callable[[], bool],
         ending: ExitStack,
     ) -> RequestRecord:
-        """Returns the record of a request that begins now. The record is closed by `ending`."""
+        """Returns the record of a request that begins now. `abort` is as in `RequestRecord`. The
+        record is closed by `ending`."""
         now_s = time.monotonic()
         came_s = context.arrived_s
         record = RequestRecord(
@@ -42,6 +49,8 @@ class RequestRecorder:
             model=answer.model,
             received_s=came_s,
             received_at=time.time() - (now_s - came_s),
+            owner=context.owner,
+            abort=abort,
         )
         answer.begin(record)
         self._history.begin(record)
@@ -74,6 +83,11 @@ class RequestRecorder:
             )
             for record in self._history.find(id, time.monotonic())
         ]
+
+    def cancel(self, ids: Sequence[str], owner: SecretText) -> dict[str, CancelStatus]:
+        """Cancels the requests of `owner` that clients know by these ids."""
+        now_s = time.monotonic()
+        return {id: self._history.cancel(id, owner, now_s) for id in ids}
 
 
 def _recent(record: RequestRecord, now_s: float) -> RecentRequest:

@@ -39,6 +39,9 @@ class AnswerWriter(ABC):
     token_bytes = 1
     """The cost of writing one token of the answer, as a number of bytes of a request body that take
     the same time to decode."""
+    has_abort_reason = False
+    """Whether the API has a finish reason for an answer that was cancelled, which then has the
+    output so far. Without one, a cancelled request fails."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ from swell.cluster.client.requests.outputs import (
     TokenQueue,
 )
 from swell.cluster.client.requests.request_history import RequestRecord
-from swell.cluster.client.requests.request_state import RequestState
+from swell.cluster.client.requests.request_state import RequestCancelled, RequestState
 from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.thread_offload import OffloadPool
@@ -125,7 +125,13 @@ class ServingHandler:
     ) -> None:
         """Records and submits everything. Closing `ending` aborts the requests that have not
         finished."""
-        record = self._recorder.record(context, processed, answer, ending)
+        end = self._llm.abort if answer.has_abort_reason else self._llm.cancel
+
+        def abort() -> bool:
+            is_submitting = len(states) < len(processed.requests)
+            return end([state.request_id for state in states]) or is_submitting
+
+        record = self._recorder.record(context, processed, answer, abort, ending)
         # Nobody reads the outputs of unfinished requests after `ending` is closed.
         ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
         await self._submit(context, processed, kind, states, record, identity)
@@ -182,6 +188,8 @@ class ServingHandler:
             if work > _SUBMIT_BATCH_TOKENS:
                 work = 0
                 await asyncio.sleep(0)
+                if record.is_cancelled:
+                    raise RequestCancelled
 
     def _arm_deadline_timer(
         self, context: RequestContext, states: Sequence[RequestState], ending: ExitStack

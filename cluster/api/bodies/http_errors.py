@@ -7,7 +7,12 @@ from typing import NamedTuple
 
 from swell.cluster.api.bodies.protocol_base import ErrorBody, ErrorDetail
 from swell.cluster.client.requests.deadline import RequestTimedOut
-from swell.cluster.client.requests.request_state import EngineGone, RequestFailed, RequestInvalid
+from swell.cluster.client.requests.request_state import (
+    EngineGone,
+    RequestCancelled,
+    RequestFailed,
+    RequestInvalid,
+)
 from swell.cluster.client.routing.admission import TooManyWaiting
 from swell.cluster.client.routing.router import NoEngine
 from swell.cluster.text.params.sampling_params import BadRequest
@@ -17,6 +22,7 @@ RETRY_AFTER = {"retry-after": "1"}
 _ENGINE_ERRORS: dict[type[Exception], tuple[int, str, str]] = {
     EngineGone: (500, "server_error", "engine_failed"),
     NoEngine: (503, "server_error", "no_engine"),
+    RequestCancelled: (499, "invalid_request_error", "request_cancelled"),
     RequestFailed: (500, "server_error", "request_failed"),
     RequestInvalid: (400, "invalid_request_error", "invalid_grammar"),
     RequestTimedOut: (408, "timeout_error", "request_timeout"),

@@ -76,6 +76,7 @@ class ChatResponseWriter(ResponseWriter):
 
     token_bytes = 4
     """Higher than the default because reasoning is tokenized again."""
+    has_abort_reason = True
 
     def __init__(
         self,

@@ -36,6 +36,7 @@ class CompletionResponseWriter(ResponseWriter):
     """Writes completions. With `echo` every choice begins with the text of its prompt."""
 
     operation = "text_completion"
+    has_abort_reason = True
 
     def __init__(
         self, id: str, model: str, body: CompletionRequest, created: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, NamedTuple
 
-from swell.cluster.api import tokenize
+from swell.cluster.api import cancel, tokenize
 from swell.cluster.api.admin import change_requests as changes
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.admin.live_protocol import LiveEvent
@@ -216,6 +216,23 @@ OPERATIONS = (
         "Get the text of token ids.",
         tokenize.DetokenizeResponse,
         tokenize.DetokenizeRequest,
+    ),
+    Operation(
+        "post",
+        "/v1/cancel",
+        "Cancel requests by the ids of their answers or by their `x-request-id`, no matter which "
+        "ingress serves them.",
+        cancel.CancelResults,
+        cancel.CancelRequest,
+        errors=(*_BODY_ERRORS, 404, 503),
+    ),
+    Operation(
+        "post",
+        "/abort_requests",
+        "Same as `/v1/cancel`, with vLLM's body, and with status 200 for unknown ids.",
+        cancel.CancelResults,
+        cancel.AbortRequest,
+        errors=(*_BODY_ERRORS, 503),
     ),
     Operation(
         "post",

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections import deque
-from collections.abc import Iterable, Iterator
-
-import msgspec
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from swell.cluster.client.requests.journey import Journey
+from swell.configs.runtime.secret import SecretText
 
 MAX_FOUND = 20
 """Records that `find` returns at most: a client may reuse an id any number of times."""
 
 
-class RequestRecord(msgspec.Struct, eq=False):
+class CancelStatus(enum.StrEnum):
+    """The result of a cancel for the requests with one id."""
+
+    CANCELLED = "cancelled"
+    FINISHED = "finished"
+    """They had finished before."""
+    NOT_FOUND = "not_found"
+    """No ingress knows the id, or it belongs to another user."""
+    UNKNOWN = "unknown"
+    """An ingress that may know the id did not answer."""
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class RequestRecord:
     """One HTTP request. The record contains no part of the prompt or of the answer."""
 
     id: str
@@ -28,10 +42,25 @@ class RequestRecord(msgspec.Struct, eq=False):
     """The time on the clock of the ingress; `received_at` is the same moment in seconds since
     1970."""
     received_at: float
-    journeys: list[Journey] = []
+    journeys: list[Journey] = field(default_factory=list)
     """The journeys of its engine requests: one for each answer that is sampled."""
     ended_s: float | None = None
     """The time on the clock of the ingress; None while the request runs."""
+    owner: SecretText = ""
+    """The name of the user's key."""
+    abort: Callable[[], bool] | None = None
+    """Ends the answers that have not finished; returns whether there were any. None once the
+    request has ended."""
+    is_cancelled: bool = False
+
+    def cancel(self) -> bool:
+        """Ends the answers that have not finished. Returns whether there were any, now or at an
+        earlier call."""
+        self.is_cancelled = self.is_cancelled or (self.abort is not None and self.abort())
+        return self.is_cancelled
+
+    def end(self, now_s: float) -> None:
+        self.ended_s, self.abort = now_s, None
 
 
 class RequestHistory:
@@ -56,7 +85,7 @@ class RequestHistory:
             records.append(record)
 
     def end(self, record: RequestRecord, now_s: float) -> None:
-        record.ended_s = now_s
+        record.end(now_s)
         self._ended.append(record)
         self._num_ended += _num_answers(record)
         self._expire(now_s)
@@ -65,6 +94,17 @@ class RequestHistory:
         """Returns the newest requests with this id, oldest first."""
         self._expire(now_s)
         return self._by_id.get(id, [])[-MAX_FOUND:]
+
+    def cancel(self, id: str, owner: SecretText, now_s: float) -> CancelStatus:
+        """Cancels all requests of `owner` with this id."""
+        self._expire(now_s)
+        status = CancelStatus.NOT_FOUND
+        for record in [one for one in self._by_id.get(id, ()) if one.owner == owner]:
+            if status is CancelStatus.NOT_FOUND:
+                status = CancelStatus.FINISHED
+            if record.cancel():
+                status = CancelStatus.CANCELLED
+        return status
 
     def newest(self, limit: int, now_s: float) -> list[RequestRecord]:
         """Returns the newest requests, newest first: those that run, and those that finished."""

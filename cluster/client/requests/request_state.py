@@ -53,6 +53,13 @@ class RequestInvalid(RuntimeError):
     """The request cannot continue because of its parameters."""
 
 
+class RequestCancelled(RuntimeError):
+    """The request was cancelled by its id."""
+
+    def __init__(self) -> None:
+        super().__init__("the request was cancelled before its answer was complete")
+
+
 class MigrationReason(enum.StrEnum):
     """Why a request continues on another engine."""
 
