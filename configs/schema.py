@@ -67,11 +67,11 @@ class ModelConfig(Section, frozen=True):
     """`auto`: the checkpoint's own type; bfloat16 for a GGUF file with quantized weights."""
     quantize: Literal["none", "keep", "int8", "int4"] = "none"
     """How matrices of linear layers are stored. `none`: with `dtype`. `keep`: as the integers of a
-    quantized checkpoint, where products can use them; other matrices have `dtype`
-    (docs/reference/quantization.md). `int8`, `int4`: they are quantized after they are loaded, to
-    integers of 8 or 4 bits, and a float16 scale for each 32 neighbouring inputs of an output (8.5
-    or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings without a head, norms,
-    biases, routers, experts, adapters and draft models are not quantized
+    quantized checkpoint, on GPUs also as its small floats, where products can use them; other
+    matrices have `dtype` (docs/reference/quantization.md). `int8`, `int4`: they are quantized after
+    they are loaded, to integers of 8 or 4 bits, and a float16 scale for each 32 neighbouring inputs
+    of an output (8.5 or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings
+    without a head, norms, biases, routers, experts, adapters and draft models are not quantized
     (docs/operate/quantization.md)."""
     activations: Literal["exact", "int8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized

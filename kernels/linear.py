@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swell.kernels import backends
-from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
 
 LAYOUT_VERSION = 2
 """The version of the order of packed weights, which files store, too: another order gets another
@@ -83,13 +83,22 @@ def pack_quantized(
     group of a row to integers of 8 bits and a scale, which is the group's largest magnitude / 127.
     So input i differs by at most half the scale s(i) of its group, and output o by at most the sum
     over i of |weight[o, i]| * s(i) / 2, besides the rounding of float32. An input that is NaN or
-    infinite then makes all outputs of its row NaN.
+    infinite then makes all outputs of its row NaN. The weight has numbers that `numbers` returns.
 
     Backends: reference and triton (do not round inputs), cpu.
     """
     backend = backends.get("linear", weight.scales.device.type)
     packed: PackedQuantizedTensor = backend.pack_quantized(weight, dtype, integer_activations)
     return packed
+
+
+def numbers(device_type: str) -> frozenset[Numbers]:
+    """Returns the numbers of quantized weights with which products on this type of device compute.
+
+    Backends: reference and triton (all), cpu (integers).
+    """
+    found: frozenset[Numbers] = backends.get("linear", device_type).numbers()
+    return found
 
 
 def panel(device_type: str) -> int | None:

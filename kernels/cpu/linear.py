@@ -14,7 +14,12 @@ from swell.kernels.cpu.build import TYPES
 from swell.kernels.cpu.capture.recording import INT, POINTER, Function, UnrecordedFunction
 from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
-from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import (
+    INTEGERS,
+    Numbers,
+    PackedQuantizedTensor,
+    QuantizedTensor,
+)
 
 _linear = Function(
     "swell_linear",
@@ -115,7 +120,13 @@ def pack_quantized(
     weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
 ) -> PackedQuantizedTensor:
     """See `swell.kernels.linear.pack_quantized`."""
+    assert weight.numbers in numbers(), weight.numbers
     return PackedQuantizedTensor.pack(weight, PANEL, dtype, integer_activations)
+
+
+def numbers() -> frozenset[Numbers]:
+    """See `swell.kernels.linear.numbers`."""
+    return INTEGERS
 
 
 def panel() -> int:

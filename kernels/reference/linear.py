@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from swell.kernels.linear import Weight
-from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
 
 _PANEL = 1
 
@@ -23,6 +23,11 @@ def pack_quantized(
 ) -> PackedQuantizedTensor:
     """See `swell.kernels.linear.pack_quantized`."""
     return PackedQuantizedTensor.pack(weight, _PANEL, dtype, integer_activations)
+
+
+def numbers() -> frozenset[Numbers]:
+    """See `swell.kernels.linear.numbers`."""
+    return frozenset(Numbers)
 
 
 def panel() -> None:

@@ -72,6 +72,9 @@ def panel() -> None:
     """See `swell.kernels.linear.panel`."""
 
 
+numbers = reference.numbers
+
+
 def numerics() -> None:
     """See `swell.kernels.linear.numerics`."""
 

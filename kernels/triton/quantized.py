@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from swell.kernels.triton import Tile
-from swell.kernels.weights.quantized import PackedQuantizedTensor
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor
 
 PANEL = 32
 MANY_OUTPUTS = 8192
@@ -31,16 +31,17 @@ ROW_INPUTS = 1024
 
 
 @triton.jit
-def _dequantized(
+def dequantized(
     data, column, first, IN: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
-    HAS_MINS: tl.constexpr, SCALES: tl.constexpr, PANEL: tl.constexpr, BLOCK_K: tl.constexpr,
+    HAS_MINS: tl.constexpr, SCALES: tl.constexpr, EXPONENT: tl.constexpr, PANEL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Returns weights [BLOCK_K, columns] float32: BLOCK_K inputs from `first` on, a multiple of
-    BLOCK_K, of the outputs `column`, which the panels contain. Inputs from IN on are zero."""
+    BLOCK_K, of the outputs `column`, which the panels contain. Inputs from IN on are zero.
+    EXPONENT: the bits of the exponent of a float; 0: numbers are integers."""
     # Sizes of a block of the panel, in words of 32 bits.
     SCALE_BYTES: tl.constexpr = SCALES.primitive_bitwidth // 8
-    NUMBERS: tl.constexpr = PANEL * SCALE_BYTES // 4
-    HEAD: tl.constexpr = NUMBERS * (1 + HAS_MINS)
+    HEAD: tl.constexpr = PANEL * SCALE_BYTES // 4 * (1 + HAS_MINS)
     WORDS: tl.constexpr = HEAD + PANEL * GROUP * BITS // 32
     # The tile has PARTS groups, or a part of one group; SPAN inputs of each.
     SPAN: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
@@ -50,6 +51,10 @@ def _dequantized(
     # The integer 2 ** 23 + i has the bits of the float 2 ** 23 with i in the lowest ones.
     SHIFTED: tl.constexpr = 8388608.0
     ZERO: tl.constexpr = SHIFTED + 2 ** (BITS - 1)
+    # A small float with the exponent e has the bits of a float32 with the exponent e, whose bias is
+    # larger, if its mantissa is at the top: also below the least normal number.
+    TOP: tl.constexpr = 23 - (BITS - 1 - EXPONENT)
+    BIAS: tl.constexpr = 2.0 ** (128 - 2 ** (EXPONENT - 1)) if EXPONENT else 1.0
 
     k = first + tl.arange(0, PARTS) * SPAN
     group, inside = k // GROUP, k < IN
@@ -61,24 +66,30 @@ def _dequantized(
     j = tl.arange(0, PER_WORD)
     shift = 8 * j if BITS == 8 else 8 * (j % 4) + 4 * (j // 4)
     integers = (words[:, :, None, :] >> shift[None, None, :, None]) & (2**BITS - 1)
-    shifted = (integers | 0x4B000000).to(tl.float32, bitcast=True)
-    shifted = tl.reshape(shifted, [PARTS, SPAN, COLUMNS])
+    if EXPONENT:
+        sign = (integers >> (BITS - 1)) << 31
+        bits = sign | ((integers & (2 ** (BITS - 1) - 1)) << TOP)
+    else:
+        bits = integers | 0x4B000000
+    found = tl.reshape(bits.to(tl.float32, bitcast=True), [PARTS, SPAN, COLUMNS])
 
     numbers = (data + block).to(tl.pointer_type(SCALES)) + (column % PANEL)[None, :]
     scale = tl.load(numbers, mask=inside[:, None], other=0.0).to(tl.float32)[:, None, :]
-    if HAS_MINS:
+    if EXPONENT:
+        weights = (found * BIAS) * scale
+    elif HAS_MINS:
         low = tl.load(numbers + PANEL, mask=inside[:, None], other=0.0).to(tl.float32)
-        weights = tl.fma(shifted - SHIFTED, scale, low[:, None, :])
+        weights = tl.fma(found - SHIFTED, scale, low[:, None, :])
     else:
-        weights = (shifted - ZERO) * scale
+        weights = (found - ZERO) * scale
     return tl.reshape(weights, [BLOCK_K, COLUMNS])
 
 
 @triton.jit(do_not_specialize=["count"])
 def _quantized_linear(
     x, data, bias, y, count, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, HAS_MINS: tl.constexpr, SCALES: tl.constexpr, PANEL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, HAS_MINS: tl.constexpr, SCALES: tl.constexpr, EXPONENT: tl.constexpr,
+    PANEL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x [count, IN], data: see `PackedQuantizedTensor`, bias [OUT] or None, y [count, OUT]; all are
     contiguous."""
@@ -92,7 +103,9 @@ def _quantized_linear(
     for first in range(0, IN, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         a = tl.load(rows + k, mask=is_row[:, None] & (k < IN), other=0.0)
-        b = _dequantized(data, of_panels, first, IN, GROUP, BITS, HAS_MINS, SCALES, PANEL, BLOCK_K)
+        b = dequantized(
+            data, of_panels, first, IN, GROUP, BITS, HAS_MINS, SCALES, EXPONENT, PANEL, BLOCK_K
+        )
         total = tl.dot(a, b.to(x.dtype.element_ty), total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -103,8 +116,8 @@ def _quantized_linear(
 @triton.jit
 def _quantized_embedding(
     ids, data, y, start, IN: tl.constexpr, OUT: tl.constexpr, GROUP: tl.constexpr,
-    BITS: tl.constexpr, HAS_MINS: tl.constexpr, SCALES: tl.constexpr, PANEL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, HAS_MINS: tl.constexpr, SCALES: tl.constexpr, EXPONENT: tl.constexpr,
+    PANEL: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Looks up ids [T] in rows `start` to start + OUT of a matrix -> y [T, IN]; ids of other rows
     give zeros."""
@@ -112,7 +125,9 @@ def _quantized_embedding(
     row = tl.load(ids + token).to(tl.int64) - start
     is_here = (row >= 0) & (row < OUT)
     column = tl.where(is_here, row, 0) + tl.zeros([1], tl.int64)
-    weights = _dequantized(data, column, first, IN, GROUP, BITS, HAS_MINS, SCALES, PANEL, BLOCK_K)
+    weights = dequantized(
+        data, column, first, IN, GROUP, BITS, HAS_MINS, SCALES, EXPONENT, PANEL, BLOCK_K
+    )
     k = first + tl.arange(0, BLOCK_K)
     weights = tl.where(is_here, tl.reshape(weights, [BLOCK_K]), 0.0)
     tl.store(y + token * IN + k, weights, mask=k < IN)
@@ -157,14 +172,16 @@ def _words(weight: PackedQuantizedTensor) -> Tensor:
 
 
 def _form(weight: PackedQuantizedTensor) -> tuple[object, ...]:
-    """Returns GROUP, BITS, HAS_MINS, SCALES and PANEL."""
+    """Returns GROUP, BITS, HAS_MINS, SCALES, EXPONENT and PANEL."""
     form = weight.form
     panel = weight.data.shape[2] // form.block_bytes(1)
     assert panel == PANEL, "packed for another backend"
-    return form.group, form.bits, form.has_mins, _SCALES[form.scale_type], PANEL
+    scales, exponent = _SCALES[form.scale_type], _EXPONENTS[form.numbers]
+    return form.group, form.bits, form.has_mins, scales, exponent, PANEL
 
 
 _SCALES = {torch.float16: tl.float16, torch.float32: tl.float32}
+_EXPONENTS = {Numbers.INTEGERS: 0, Numbers.E2M1: 2, Numbers.E4M3: 4}
 
 
 def _tile(dtype: torch.dtype, outs: int) -> Tile:

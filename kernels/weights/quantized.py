@@ -1,16 +1,18 @@
-"""Quantized weights: small integers, and a scale for each group of an output's neighbouring inputs.
+"""Quantized weights: small numbers, and a scale for each group of an output's neighbouring inputs.
 
     weight[o, i] = integers[o, i] * scales[o, i / group] + mins[o, i / group]
+    weight[o, i] = floats[o, i] * scales[o, i / group]
 
 Without `mins`, the integer in the middle of the range is zero: the minimum is -scale * 2 ** (bits -
-1).
+1). Floats never have minima.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,6 +23,8 @@ GROUP = 32
 GROUPS = (16, 32, 64, 128, 256)
 """The numbers of inputs of a group with which products can be computed."""
 SCALE_TYPES = (torch.float16, torch.float32)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of a float of 4 bits without its sign, which is the highest bit."""
 _ROWS_BYTES = 4 * 2**20
 """The memory, in bytes, that the conversion of some rows of a weight may use: on CPUs it stays in
 the cache."""
@@ -28,24 +32,54 @@ _DEVICE_ROWS_BYTES = 256 * 2**20
 """The same on other devices, which need many rows to be busy."""
 
 
+class Numbers(Enum):
+    """The small numbers of a quantized weight."""
+
+    INTEGERS = "int"
+    E2M1 = "e2m1"
+    """Floats of 4 bits: a sign, 2 bits of the exponent, and one of the mantissa."""
+    E4M3 = "e4m3"
+    """Floats of 8 bits: a sign, 4 bits of the exponent, and 3 of the mantissa; without NaN."""
+
+    @property
+    def float_bits(self) -> int | None:
+        """The bits of a float; None for integers."""
+        return {Numbers.E2M1: 4, Numbers.E4M3: 8}.get(self)
+
+    def float_values(self, device: torch.device) -> Tensor:
+        """Returns the float that each integer of `float_bits` bits represents, float32."""
+        if self is Numbers.E2M1:
+            return torch.tensor([*E2M1, *(-value for value in E2M1)], device=device)
+        codes = torch.arange(256, dtype=torch.uint8, device=device)
+        return codes.view(torch.float8_e4m3fn).float()
+
+
+INTEGERS = frozenset({Numbers.INTEGERS})
+
+
 @dataclass(frozen=True)
 class QuantizedForm:
     """The form of a quantized weight."""
 
     bits: int
-    """Bits of an integer: 4 or 8."""
+    """Bits of a number: 4 or 8."""
     group: int
     """The number of inputs with one scale: one of `GROUPS`."""
     has_mins: bool
     scale_type: torch.dtype
+    numbers: Numbers = Numbers.INTEGERS
 
     def __post_init__(self) -> None:
         assert self.bits in (4, 8) and self.group in GROUPS and self.scale_type in SCALE_TYPES, self
+        floats = self.numbers.float_bits
+        assert floats is None or (floats == self.bits and not self.has_mins), self
 
     def __str__(self) -> str:
         minima = ", with minima" if self.has_mins else ""
         scales = str(self.scale_type).removeprefix("torch.")
-        return f"int{self.bits} in groups of {self.group} ({scales} scales{minima})"
+        is_int = self.numbers is Numbers.INTEGERS
+        name = f"int{self.bits}" if is_int else f"floats {self.numbers.name}"
+        return f"{name} in groups of {self.group} ({scales} scales{minima})"
 
     @property
     def zero(self) -> int:
@@ -63,23 +97,25 @@ class QuantizedTensor:
     """A weight [out, in] that is not packed yet."""
 
     integers: Tensor
-    """[out, in] uint8, each below 2 ** bits"""
+    """[out, in] uint8, each below 2 ** bits; the bits of a float are an integer, too"""
     scales: Tensor
     """[out, in / group] float16 or float32, finite"""
     mins: Tensor | None
     """The same shape and type as `scales`; None: see the module's docstring."""
     bits: int
+    numbers: Numbers = Numbers.INTEGERS
 
     @property
     def form(self) -> QuantizedForm:
         group = self.integers.shape[1] // self.scales.shape[1]
-        return QuantizedForm(self.bits, group, self.mins is not None, self.scales.dtype)
+        has_mins = self.mins is not None
+        return QuantizedForm(self.bits, group, has_mins, self.scales.dtype, self.numbers)
 
     def rows(self, start: int, count: int) -> QuantizedTensor:
         """Returns some neighbouring outputs, as views."""
         part = slice(start, start + count)
         mins = None if self.mins is None else self.mins[part]
-        return QuantizedTensor(self.integers[part], self.scales[part], mins, self.bits)
+        return replace(self, integers=self.integers[part], scales=self.scales[part], mins=mins)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight [out, in]: each number is rounded to float32, then to `dtype`."""
@@ -89,9 +125,14 @@ class QuantizedTensor:
         for row in range(0, outs, step):
             rows = slice(row, row + step)
             scales = self.scales[rows].double().unsqueeze(2)
-            mins = -self.form.zero * scales if self.mins is None else self.mins[rows].unsqueeze(2)
             groups = self.integers[rows].unflatten(1, (-1, self.form.group))
-            result[rows] = (groups * scales + mins).float().flatten(1)
+            if self.numbers is not Numbers.INTEGERS:
+                values = self.numbers.float_values(groups.device)[groups.long()] * scales
+            elif self.mins is None:
+                values = groups * scales - self.form.zero * scales
+            else:
+                values = groups * scales + self.mins[rows].unsqueeze(2)
+            result[rows] = values.float().flatten(1)
         return result
 
 
@@ -150,7 +191,7 @@ class PackedQuantizedTensor:
             for part in scales
         ]
         mins = unpacked[1] if form.has_mins else None
-        return QuantizedTensor(integers, unpacked[0], mins, form.bits)
+        return QuantizedTensor(integers, unpacked[0], mins, form.bits, form.numbers)
 
 
 def _blocks(weight: QuantizedTensor, panel: int) -> Tensor:
@@ -175,7 +216,10 @@ def _blocks(weight: QuantizedTensor, panel: int) -> Tensor:
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the bytes of a tensor as numbers of another type, which divide its last dimension."""
     # In one dimension, because torch accepts only strides of contiguous tensors, even of size 1.
-    return tensor.reshape(-1).contiguous().view(dtype).view(*tensor.shape[:-1], -1)
+    flat = tensor.reshape(-1).contiguous()
+    if flat.storage_offset() * flat.itemsize % dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(dtype).view(*tensor.shape[:-1], -1)
 
 
 def _rows_bytes(weight: Tensor) -> int:

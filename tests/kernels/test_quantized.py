@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swell.kernels.weights.quantized import (
     GROUP,
+    Numbers,
     PackedQuantizedTensor,
     QuantizedTensor,
     quantize,
@@ -33,19 +34,32 @@ def backend(name: str):
 
 
 def random_weight(
-    outs: int, size: int, bits: int, group: int = 32, mins: bool = False, wide: bool = False
+    outs: int,
+    size: int,
+    bits: int,
+    group: int = 32,
+    mins: bool = False,
+    wide: bool = False,
+    numbers: Numbers = Numbers.INTEGERS,
 ) -> QuantizedTensor:
     integers = torch.randint(0, 2**bits, (outs, size), dtype=torch.uint8)
+    if numbers is Numbers.E4M3:
+        integers[integers & 127 == 127] = 1  # NaN
     scale_type = torch.float32 if wide else torch.float16
     scales = (torch.rand(outs, size // group) / 2**bits).to(scale_type)
     low = (torch.randn(outs, size // group) / 4).to(scale_type) if mins else None
-    return QuantizedTensor(integers, scales, low, bits)
+    return QuantizedTensor(integers, scales, low, bits, numbers)
 
 
 FORMS = [
     *({"bits": 8}, {"bits": 4}, {"bits": 4, "mins": True}, {"bits": 8, "mins": True, "wide": True}),
     *({"bits": 8, "group": 16, "wide": True}, {"bits": 4, "group": 16, "mins": True}),
     *({"bits": 4, "group": 64, "wide": True}, {"bits": 4, "group": 128, "mins": True}),
+]
+FLOATS = [
+    {"bits": numbers.float_bits, "group": group, "wide": group == 32, "numbers": numbers}
+    for numbers in (Numbers.E2M1, Numbers.E4M3)
+    for group in (16, 32, 256)
 ]
 
 
@@ -58,7 +72,38 @@ def quantized_rows(x: Tensor, group: int) -> Tensor:
     return torch.where(most == 0, 0.0, integers * (most / 127).double()).flatten(1)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("numbers", "exponent", "mantissa"), [(Numbers.E2M1, 2, 1), (Numbers.E4M3, 4, 3)]
+)
+def test_small_floats_have_a_sign_an_exponent_and_a_mantissa(numbers, exponent, mantissa):
+    """With a bias of 2 ** (exponent bits - 1) - 1, and smaller numbers without a leading 1."""
+    values, bias = numbers.float_values(torch.device("cpu")).tolist(), 2 ** (exponent - 1) - 1
+    assert len(values) == 2**numbers.float_bits
+    for code, value in enumerate(values):
+        sign, rest = divmod(code, len(values) // 2)
+        e, m = divmod(rest, 2**mantissa)
+        if numbers is Numbers.E4M3 and rest == 127:
+            assert math.isnan(value)
+            continue
+        part = m / 2**mantissa + (e > 0)
+        assert value == (-1) ** sign * part * 2.0 ** (max(e, 1) - bias)
+
+
+@pytest.mark.parametrize("form", FLOATS, ids=str)
+def test_a_float_is_multiplied_by_the_scale_of_its_group(form):
+    torch.manual_seed(0)
+    weight, numbers = random_weight(3, 512, **form), form["numbers"]
+    scales = weight.scales.float().repeat_interleave(form["group"], 1)
+    values = numbers.float_values(torch.device("cpu"))[weight.integers.long()]
+    assert torch.equal(weight.dequantize(torch.float32), values * scales)
+    module = backend("reference")
+    packed, plain = module.pack_quantized(weight, torch.float32), weight.dequantize(torch.float32)
+    x = torch.randn(2, 512)
+    assert torch.equal(module.linear(x, packed), module.linear(x, plain))
+    assert numbers in module.numbers() and numbers not in backend("cpu").numbers()
+
+
+@pytest.mark.parametrize("form", [*FORMS, *FLOATS], ids=str)
 @pytest.mark.parametrize("outs", [1, 31, 32, 33, 100])
 @pytest.mark.parametrize("panel", [1, 16, 32])
 def test_a_packed_weight_is_the_weight(form, outs, panel):

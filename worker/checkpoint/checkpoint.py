@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import INTEGERS, Numbers, QuantizedTensor
 
 Index = tuple[slice | int, ...]
 """A part of a tensor: one entry, a number or a slice of step 1, for each dimension."""
@@ -55,11 +55,15 @@ class StoredTensor(Protocol):
 
 @runtime_checkable
 class HasIntegers(Protocol):
-    """A `StoredTensor` whose integers may be used for products without dequantizing them."""
+    """A `StoredTensor` whose integers, or small floats, may be used for products without
+    dequantizing them."""
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+    def read_quantized(
+        self, index: Index, computed: Collection[Numbers] = INTEGERS
+    ) -> QuantizedTensor | str:
         """Returns a part with the values of `read`, up to the last bit of float32; or why products
-        cannot use its integers, in a few words."""
+        cannot use its integers or floats, in a few words. `computed`: the numbers with which
+        products can be computed. Floats that are not among them may become integers."""
 
 
 class Checkpoint(Protocol):

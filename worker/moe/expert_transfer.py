@@ -13,12 +13,16 @@ import torch
 
 from swell.kernels.linear import PackedTensor, Weight, pack_quantized
 from swell.kernels.weights.quantized import (
+    Numbers,
     PackedQuantizedTensor,
     QuantizedForm,
     QuantizedTensor,
 )
 from swell.worker.comm.mesh import Group
 from swell.worker.layers.moe import Expert, MoE
+
+_DESCRIBED = 5
+"""The numbers that describe the form of a weight."""
 
 
 def send_expert(layer: MoE, expert: int, group: Group, target: int) -> None:
@@ -40,7 +44,7 @@ def _receive(layer: MoE, empty: torch.Tensor, group: Group, source: int) -> Weig
     """Receives one weight; `empty` has its shape and the type of its floats."""
     form = None
     if layer.may_quantize:
-        form = _form(group.recv(torch.zeros(4, dtype=torch.int64), source))
+        form = _form(group.recv(torch.zeros(_DESCRIBED, dtype=torch.int64), source))
     if form is None:
         return group.recv(empty, source)
     outs, inputs = empty.shape
@@ -49,7 +53,8 @@ def _receive(layer: MoE, empty: torch.Tensor, group: Group, source: int) -> Weig
         group.recv(torch.empty(outs, inputs // form.group, dtype=form.scale_type), source)
         for _ in range(1 + form.has_mins)
     )
-    quantized = QuantizedTensor(integers, scales, mins[0] if mins else None, form.bits)
+    low = mins[0] if mins else None
+    quantized = QuantizedTensor(integers, scales, low, form.bits, form.numbers)
     return pack_quantized(quantized, empty.dtype, layer.packing.integer_activations)
 
 
@@ -67,15 +72,17 @@ def _parts(weight: Weight) -> Iterator[torch.Tensor]:
 def _described(weight: Weight) -> torch.Tensor:
     """Returns the form of a weight as numbers; zeros for floats."""
     if not isinstance(weight, PackedQuantizedTensor):
-        return torch.zeros(4, dtype=torch.int64)
+        return torch.zeros(_DESCRIBED, dtype=torch.int64)
     form = weight.form
     wide = form.scale_type == torch.float32
-    return torch.tensor([form.bits, form.group, form.has_mins, wide], dtype=torch.int64)
+    numbers = [*Numbers].index(form.numbers)
+    return torch.tensor([form.bits, form.group, form.has_mins, wide, numbers], dtype=torch.int64)
 
 
 def _form(described: torch.Tensor) -> QuantizedForm | None:
     """Returns the form that `_described` describes; None: floats."""
-    bits, group, has_mins, wide = described.tolist()
+    bits, group, has_mins, wide, numbers = described.tolist()
     if not bits:
         return None
-    return QuantizedForm(bits, group, bool(has_mins), torch.float32 if wide else torch.float16)
+    scale_type = torch.float32 if wide else torch.float16
+    return QuantizedForm(bits, group, bool(has_mins), scale_type, [*Numbers][numbers])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from swell.kernels.weights.quantized import Numbers
 from swell.worker.checkpoint.checkpoint import Index, StoredTensor
 from swell.worker.checkpoint.safetensors_files import FLOATS
 from swell.worker.quantization.grouped_matrix import (
@@ -25,7 +26,7 @@ from swell.worker.quantization.grouped_matrix import (
     Parts,
     slice_of,
 )
-from swell.worker.quantization.packing import scale_values, unpack_e2m1
+from swell.worker.quantization.packing import float_values, scale_values, unpack_halves
 from swell.worker.quantization.scheme import Scheme
 
 ALL = slice(None)
@@ -56,6 +57,7 @@ class Fp4Matrix(GroupedMatrix):
     unit = (1, 2)
     bits = 8
     step = 0.5
+    numbers = Numbers.E2M1
 
     def find_shape(self) -> tuple[int, int]:
         rows, octets = self.checked(self._packed, PACKED, None, None).shape
@@ -77,8 +79,11 @@ class Fp4Matrix(GroupedMatrix):
         return BLOCK if self.part(".weight_scale").stored_type in POWERS else NVFP4_GROUP
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
+        return float_values(self.codes(rows, columns))
+
+    def codes(self, rows: range, columns: range) -> torch.Tensor:
         packed = self.part(self._packed)
-        return unpack_e2m1(packed.read_stored((slice_of(rows), slice_of(columns, 2))))
+        return unpack_halves(packed.read_stored((slice_of(rows), slice_of(columns, 2))))
 
     def grid(self, rows: range) -> Grid:
         scales = scale_values(self.part(".weight_scale").read_stored((slice_of(rows), ALL)))
@@ -147,7 +152,7 @@ class _Mxfp4Expert(GroupedMatrix):
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         here = self._expert, slice_of(rows), slice_of(columns, BLOCK), ALL
-        return unpack_e2m1(self.part("_blocks").read_stored(here)[0]).flatten(-2)
+        return float_values(unpack_halves(self.part("_blocks").read_stored(here)[0])).flatten(-2)
 
     def grid(self, rows: range) -> Grid:
         scales = self.part("_scales").read_stored((self._expert, slice_of(rows), ALL))[0]

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from swell.kernels.weights.quantized import Numbers
 from swell.worker.checkpoint.checkpoint import StoredTensor
 from swell.worker.quantization.grouped_matrix import (
     SCALES,
@@ -27,7 +28,8 @@ from swell.worker.quantization.grouped_matrix import (
 from swell.worker.quantization.packing import scale_values
 from swell.worker.quantization.scheme import Scheme
 
-FLOATS = ("F8_E4M3", "F8_E5M2")
+E4M3 = "F8_E4M3"
+FLOATS = (E4M3, "F8_E5M2")
 INTEGERS = ("I8",)
 BLOCKS = ((1, 32), (128, 128))
 """The blocks of modelopt, which does not declare them, in addition to rows and the matrix."""
@@ -66,11 +68,19 @@ class ScaledMatrix(GroupedMatrix):
         return 8 if self.part(".weight").stored_type in INTEGERS else None
 
     @property
+    def numbers(self) -> Numbers:  # type: ignore[override]
+        is_float = self.part(".weight").stored_type == E4M3
+        return Numbers.E4M3 if is_float else Numbers.INTEGERS
+
+    @property
     def group_size(self) -> int | None:  # type: ignore[override]
         return self._block_size[1] if self._order is None else None
 
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         return self.part(".weight").read_stored((slice_of(rows), slice_of(columns)))
+
+    def codes(self, rows: range, columns: range) -> torch.Tensor:
+        return self.levels(rows, columns).view(torch.uint8)
 
     def grid(self, rows: range) -> Grid:
         scales, block_rows = self._scales, self._block_size[0]

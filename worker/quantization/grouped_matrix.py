@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from swell.kernels.weights.quantized import GROUPS, QuantizedTensor
+from swell.kernels.weights.quantized import GROUPS, INTEGERS, Numbers, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import (
     CUT_GROUP,
     DamagedCheckpoint,
@@ -59,6 +59,8 @@ class GroupedMatrix(ABC):
     """Bits of an integer that represents a stored number; None: no integer does."""
     step = 1.0
     """A power of two: a stored number is an integer, multiplied by this."""
+    numbers = Numbers.INTEGERS
+    """The stored numbers. Floats that some integers represent have `bits`, too."""
     group_size: int | None = None
     """The number of neighbouring columns with one scale; None: groups are not neighbours."""
 
@@ -84,6 +86,10 @@ class GroupedMatrix(ABC):
     def levels(self, rows: range, columns: range) -> torch.Tensor:
         """Returns the stored numbers of a part whose borders are multiples of `unit`, or the
         matrix's own borders."""
+
+    def codes(self, rows: range, columns: range) -> torch.Tensor:
+        """Returns the bits of the floats of such a part, uint8."""
+        raise NotImplementedError
 
     @abstractmethod
     def grid(self, rows: range) -> Grid:
@@ -174,13 +180,16 @@ class GroupedMatrix(ABC):
                 values = values.select(dim, 0)
         return values
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+    def read_quantized(
+        self, index: Index, computed: Collection[Numbers] = INTEGERS
+    ) -> QuantizedTensor | str:
         with self._explained():
-            return self._read_quantized(index)
+            return self._read_quantized(index, computed)
 
-    def _read_quantized(self, index: Index) -> QuantizedTensor | str:
+    def _read_quantized(self, index: Index, computed: Collection[Numbers]) -> QuantizedTensor | str:
         rows, columns = (_bounds(each, n) for each, n in zip(index, self.shape, strict=True))
-        size, bits = self.group_size, self.bits
+        numbers = self.numbers if self.numbers in computed else Numbers.INTEGERS
+        size, bits = self.group_size, numbers.float_bits or self.bits
         if size is None or bits not in KEPT_BITS:
             what = f"{bits} bits" if bits else "floats"
             return f"stored as {self.method}, {what}{'' if size else ', groups not neighbours'}"
@@ -195,7 +204,12 @@ class GroupedMatrix(ABC):
         scales = torch.empty(len(rows), groups.stop - groups.start)
         zeros = torch.empty_like(scales)
         for block, of_block, of_part in self._blocks(rows, len(columns)):
-            levels, grid = self.levels(block, columns), self._finite_grid(block)
+            grid = self._finite_grid(block)
+            if numbers.float_bits:
+                integers[of_part] = self.codes(block, columns)[of_block]
+                scales[of_part] = grid.scales[of_block, groups]
+                continue
+            levels = self.levels(block, columns)
             if levels.is_floating_point():
                 levels = (levels / self.step).to(torch.int8)
             is_signed = levels.dtype == torch.int8
@@ -209,6 +223,10 @@ class GroupedMatrix(ABC):
         if size not in GROUPS:  # smaller groups with equal scales
             times = size // math.gcd(size, GROUPS[-1])
             scales, zeros = (each.repeat_interleave(times, 1) for each in (scales, zeros))
+        if numbers.float_bits:
+            if numbers is Numbers.E4M3 and bool(((integers & 127) == 127).any()):
+                return "has a number that is NaN"
+            return QuantizedTensor(integers, scales, None, bits, numbers)
         is_middle = bool((zeros == 1 << (bits - 1)).all())
         if is_middle:
             return QuantizedTensor(integers, scales, None, bits)

@@ -8,14 +8,15 @@ products can use them: these matrices are never floats.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from swell.configs.runtime.log import StructuredLogger
-from swell.kernels.linear import pack_quantized
-from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.linear import numbers, pack_quantized
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import HasIntegers, StoredTensor
 from swell.worker.layers.moe import ExpertWeight
 from swell.worker.layers.packed_weight import (
@@ -110,15 +111,16 @@ class QuantizedMatrices(LoadedMatrices):
         if sharing is None or not self._packing.keeps_integers:
             return False
         weight = sharing[0].matrix.weight
-        integers = _joined(weight, needed)
+        integers = _joined(weight, needed, numbers(self._device.type))
         if isinstance(integers, str):
             self._reasons.update((name, integers) for name, _ in sharing)
             return False
-        integers = QuantizedTensor(
-            uploads.upload(integers.integers, self._device),
-            uploads.upload(integers.scales, self._device),
-            None if integers.mins is None else uploads.upload(integers.mins, self._device),
-            integers.bits,
+        mins = integers.mins
+        integers = replace(
+            integers,
+            integers=uploads.upload(integers.integers, self._device),
+            scales=uploads.upload(integers.scales, self._device),
+            mins=None if mins is None else uploads.upload(mins, self._device),
         )
         packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
         for _, matrix in sharing:
@@ -203,8 +205,11 @@ def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor | str:
-    """Returns the weight that shards of some of its rows make; or why they do not make one."""
+def _joined(
+    weight: torch.Tensor, shards: Sequence[Needed], computed: Collection[Numbers]
+) -> QuantizedTensor | str:
+    """Returns the weight that shards of some of its rows make; or why they do not make one.
+    `computed`: see `HasIntegers.read_quantized`."""
     parts: list[QuantizedTensor] = []
     row = 0
     for tensor, shard in sorted(shards, key=lambda pair: pair[1].target.storage_offset()):
@@ -215,7 +220,7 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
             return "stored as floats"
         if not (is_next and is_whole):
             return "joined otherwise than by rows"
-        part = tensor.read_quantized(shard.index)
+        part = tensor.read_quantized(shard.index, computed)
         if isinstance(part, str):
             return part
         parts.append(part)
@@ -224,6 +229,8 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
         return "joined otherwise than by rows"
     if len({part.bits for part in parts}) > 1:
         return "joined of matrices with 4 and 8 bits"
+    if len({part.numbers for part in parts}) > 1:
+        return "joined of matrices with integers and floats"
     parts = _in_equal_groups(parts)
     mins = None
     if any(part.mins is not None for part in parts):
@@ -233,7 +240,7 @@ def _joined(weight: torch.Tensor, shards: Sequence[Needed]) -> QuantizedTensor |
     if mins is None and torch.equal(half.to(torch.float32), scales):
         scales = half
     integers = torch.cat([part.integers for part in parts])
-    return QuantizedTensor(integers, scales, mins, parts[0].bits)
+    return replace(parts[0], integers=integers, scales=scales, mins=mins)
 
 
 def _in_equal_groups(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
@@ -241,13 +248,12 @@ def _in_equal_groups(parts: Sequence[QuantizedTensor]) -> list[QuantizedTensor]:
     sizes are powers of two."""
     groups = max(part.scales.shape[1] for part in parts)
     return [
-        QuantizedTensor(
-            part.integers,
-            part.scales.repeat_interleave(groups // part.scales.shape[1], 1),
-            None
+        replace(
+            part,
+            scales=part.scales.repeat_interleave(groups // part.scales.shape[1], 1),
+            mins=None
             if part.mins is None
             else part.mins.repeat_interleave(groups // part.scales.shape[1], 1),
-            part.bits,
         )
         for part in parts
     ]

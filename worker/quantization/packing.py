@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""The values of a 4-bit float without its sign, which is the highest bit."""
+from swell.kernels.weights.quantized import Numbers
 
 
 def unpack_integers(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -27,12 +26,15 @@ def unpack_integers(words: torch.Tensor, bits: int) -> torch.Tensor:
     return (numbers & ((1 << bits) - 1)).to(torch.uint8)
 
 
-def unpack_e2m1(octets: torch.Tensor) -> torch.Tensor:
-    """octets [..., N] uint8, each with two 4-bit floats, the first in the lower half -> their
-    values, [..., 2 N] float32"""
-    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
-    halves = torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
-    return table[halves.long()]
+def unpack_halves(octets: torch.Tensor) -> torch.Tensor:
+    """octets [..., N] uint8, each with two numbers of 4 bits, the first in the lower half ->
+    [..., 2 N] uint8"""
+    return torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
+
+
+def float_values(codes: torch.Tensor) -> torch.Tensor:
+    """Returns the values of floats of 4 bits, float32."""
+    return Numbers.E2M1.float_values(codes.device)[codes.long()]
 
 
 def scale_values(scales: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ compares the reference itself with the definitions."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +18,7 @@ from swell.kernels.host.cache_format import LIMITS, cache_width
 from swell.kernels.inputs import Bucket, Inputs
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, QuantizedTensor
 from tests.gpu_report.scale import Figures, Scale
 
 Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
@@ -126,10 +126,21 @@ def _argmax(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def _quantized(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    forms = _form(4, 32), _form(8, 128), _form(4, 256, mins=True), _form(8, 32, mins=True)
+    return _products(linear, to, forms)
+
+
+def _small_floats(linear: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    return _products(linear, to, [_floats(Numbers.E2M1, 32), _floats(Numbers.E4M3, 128)])
+
+
+def _products(
+    linear: ModuleType, to: Callable[[Tensor], Tensor], forms: Iterable[tuple[Any, ...]]
+) -> list[Tensor]:
     x, ids, found = to(_randn(5, 256) / 16), to(torch.tensor([3, 95, 0])), []
-    for form in (_form(4, 32), _form(8, 128), _form(4, 256, mins=True), _form(8, 32, mins=True)):
-        parts = [None if part is None else part.to(x.device) for part in form[:3]]
-        weight = linear.pack_quantized(QuantizedTensor(*parts, form[3]), x.dtype)
+    for form in forms:
+        parts = (None if part is None else part.to(x.device) for part in form[:3])
+        weight = linear.pack_quantized(QuantizedTensor(*parts, *form[3:]), x.dtype)
         products = [linear.linear(x, weight, to(_randn(96))), *linear.linear_argmax(x, weight, 90)]
         found += [*products, linear.embedding_part(ids + 7, weight, 10)]
     return found
@@ -145,6 +156,14 @@ def _form(bits: int, group: int, mins: bool = False) -> tuple[Any, ...]:
         low if mins else None,
         bits,
     )
+
+
+def _floats(numbers: Numbers, group: int) -> tuple[Any, ...]:
+    """Returns the parts of a weight of small floats."""
+    assert numbers.float_bits
+    codes, scales, *rest = _form(numbers.float_bits, group)
+    codes[codes & 127 == 127] = 0  # NaN, of 8 bits
+    return codes, scales, *rest, numbers
 
 
 def _sample(sample: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
@@ -228,6 +247,7 @@ CASES: list[tuple[str, Case]] = [
     ("linear", _linear),
     ("linear", _argmax),
     ("linear", _quantized),
+    ("linear", _small_floats),
     ("sample", _sample),
     ("logprobs", _logprobs),
     ("penalties", _penalties),
@@ -244,6 +264,8 @@ def run(scale: Scale) -> Figures:
     for operation, case in CASES:
         module = backends.get(operation, scale.device)
         figures[operation] = module.__name__.split(".")[-2]
+        if case is _small_floats and Numbers.E4M3 not in module.numbers():
+            module = _reference(operation)  # on a CPU
         types = [torch.float32] if operation in _FLOAT32_ONLY else list(_TOLERANCE)
         if case is _quantized_cache:
             types = [torch.bfloat16, torch.float16]  # a GPU refuses float32

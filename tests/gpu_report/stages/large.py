@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from swell.kernels import backends
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, QuantizedTensor
 from tests.gpu_report.engines import write_config
 from tests.gpu_report.scale import SHAPES, Figures, Scale, Shape
 from tests.gpu_report.stages import decode, prefill
@@ -35,10 +36,9 @@ def _products(scale: Scale, shape: Shape) -> Figures:
     figures: Figures = {}
     linear = backends.get("linear", scale.device)
     outs, size = shape.intermediate, shape.hidden
-    for bits in (4, 8):
-        integers = torch.randint(2**bits, (outs, size), dtype=torch.uint8, device=scale.device)
-        scales = torch.rand(outs, size // 32, device=scale.device).half() / 2**bits
-        weight = QuantizedTensor(integers, scales, None, bits)
+    for form, weight in _weights(outs, size, scale.device):
+        if weight.numbers not in linear.numbers():
+            continue
         packed = linear.pack_quantized(weight, torch.bfloat16)
         plain, alone = weight.dequantize(torch.bfloat16), None
         for rows in scale.pick((1, 16, 64, 2048), (1, 3)):
@@ -48,12 +48,29 @@ def _products(scale: Scale, shape: Shape) -> Figures:
             found, wanted = linear.linear(x, packed), x.float() @ plain.float().T
             torch.testing.assert_close(found.float(), wanted, rtol=2e-2, atol=2e-2 * size**0.5 / 4)
             alone = found[0] if alone is None else alone
-            assert torch.equal(found[0], alone), f"int{bits}: a row of {rows} has other bits"
+            assert torch.equal(found[0], alone), f"{form}: a row of {rows} has other bits"
             name, calls = f"product of {rows} rows", scale.pick(50, 1)
             ours = scale.queued_seconds(partial(linear.linear, x, packed), calls)
             torchs = scale.queued_seconds(partial(torch.nn.functional.linear, x, plain), calls)
-            figures[f"{name}, int{bits}, us"] = round(ours * 1e6, 1)
-            figures[f"{name}, int{bits} over bfloat16"] = round(ours / torchs, 2)
+            figures[f"{name}, {form}, us"] = round(ours * 1e6, 1)
+            figures[f"{name}, {form} over bfloat16"] = round(ours / torchs, 2)
             limit = scale.times_limit(ours, packed.data.nbytes)
-            figures[f"{name}, int{bits}, times the limit"] = limit
+            figures[f"{name}, {form}, times the limit"] = limit
     return figures
+
+
+def _weights(outs: int, size: int, device: str) -> Iterator[tuple[str, QuantizedTensor]]:
+    """Yields random weights in the forms of checkpoints, and their names: integers in groups of 32,
+    MXFP4, and FP8 in blocks of 128 inputs, or of all inputs if there are fewer."""
+    for numbers, bits, group, type_ in (
+        (Numbers.INTEGERS, 4, 32, torch.float16),
+        (Numbers.INTEGERS, 8, 32, torch.float16),
+        (Numbers.E2M1, 4, 32, torch.float16),
+        (Numbers.E4M3, 8, min(128, size), torch.float32),
+    ):
+        codes = torch.randint(2**bits, (outs, size), dtype=torch.uint8, device=device)
+        if numbers is Numbers.E4M3:
+            codes[codes & 127 == 127] = 0  # NaN
+        scales = torch.rand(outs, size // group, device=device) / 2**bits
+        name = f"int{bits}" if numbers is Numbers.INTEGERS else numbers.value
+        yield name, QuantizedTensor(codes, scales.to(type_), None, bits, numbers)

@@ -20,9 +20,9 @@ from swell.kernels.triton.linear import (
     linear_argmax,
     pack_quantized,
 )
-from swell.kernels.weights.quantized import GROUPS, PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import GROUPS, Numbers, PackedQuantizedTensor, QuantizedTensor
 from tests.kernels.test_linear import in_doubles
-from tests.kernels.test_quantized import random_weight
+from tests.kernels.test_quantized import FLOATS, random_weight
 from tests.kernels.triton.interpreter import record_variants
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
 
@@ -36,11 +36,16 @@ FORMS: list[Form] = [
     for bits in (4, 8)
     for at, group in enumerate(GROUPS)
 ]
-"""Each group and each type of numbers with both sizes of integers."""
+"""Each group and each type of scales with both sizes of integers."""
+FORMS += [form for form in FLOATS if form["group"] != 32 or form["numbers"] is Numbers.E2M1]
 COMPILED: list[Form] = [
     {"bits": bits, "group": group, "mins": group != GROUPS[0], "wide": group == 128}
     for bits in (4, 8)
     for group in (GROUPS[0], 128, GROUPS[-1])
+]
+COMPILED += [
+    {"bits": 4, "group": 32, "numbers": Numbers.E2M1},
+    {"bits": 8, "group": 128, "wide": True, "numbers": Numbers.E4M3},
 ]
 """Groups of less than a tile, of a tile and of more."""
 
@@ -168,6 +173,21 @@ def test_the_largest_integers() -> None:
             weight = QuantizedTensor(integers, torch.ones(33, 2, dtype=torch.float16), None, bits)
             found = linear(torch.ones(2, 64), pack_quantized(weight, torch.float32))
             assert (found == 64 * (value - 2 ** (bits - 1))).all()
+
+
+@pytest.mark.parametrize("numbers", [Numbers.E2M1, Numbers.E4M3], ids=str)
+def test_every_small_float(numbers: Numbers) -> None:
+    """Also those below the least normal number, with scales near both ends of float32."""
+    values = numbers.float_values(torch.device("cpu"))
+    codes = torch.arange(len(values), dtype=torch.uint8)[values.isfinite()]
+    integers = codes.repeat(32 * 8)[: 32 * 32 * 7].view(32, -1)
+    for scale in (1.0, 2.0**-100, 2.0**118):
+        scales = torch.full((32, integers.shape[1] // 32), scale)
+        weight = QuantizedTensor(integers, scales, None, numbers.float_bits, numbers)
+        packed = pack_quantized(weight, torch.float32)
+        found = embedding(torch.arange(32), packed)
+        assert torch.equal(found, values[integers.long()] * scale)
+        assert torch.equal(found, weight.dequantize(torch.float32))
 
 
 def test_a_product_and_a_lookup_are_one_launch_each(monkeypatch) -> None:

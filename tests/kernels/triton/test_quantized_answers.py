@@ -86,9 +86,13 @@ def test_answers_equal_the_dequantized_weights(
     assert alone == [found[1]], "the same bits in every batch"
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq-8", "ct-w4a16-channel"])
-def test_the_integers_of_checkpoints(name: str, calls: Counter[str], tmp_path: Path) -> None:
-    """With minima and float32 scales, of 8 bits, and with groups that are cut into several."""
+INTEGERS = ["awq", "gptq-8", "ct-w4a16-channel"]
+"""With minima and float32 scales, of 8 bits, and with groups that are cut into several."""
+FLOATS = ["fp8-tensor", "fp8-block", "fp8-block-e8m0", "ct-fp8-channel", "ct-mxfp4", "ct-nvfp4"]
+
+
+@pytest.mark.parametrize("name", INTEGERS + FLOATS)
+def test_the_numbers_of_checkpoints(name: str, calls: Counter[str], tmp_path: Path) -> None:
     kept, plain = copies(
         tmp_path, writers.FORMATS[name], **{**SIZES, "hidden_size": 128, "intermediate_size": 256}
     )

@@ -4,6 +4,7 @@ of the dequantized copy to the last bit."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,12 @@ import torch
 from swell.cluster.local import LLM
 from swell.configs.schema import load
 from swell.kernels.linear import panel
-from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import (
+    INTEGERS,
+    Numbers,
+    PackedQuantizedTensor,
+    QuantizedTensor,
+)
 from swell.worker import loader
 from swell.worker.checkpoint.checkpoint import Index
 from swell.worker.layers.linear import ReplicatedLinear
@@ -149,7 +155,9 @@ class Stored:
     def read(self, index: Index, dtype: torch.dtype) -> torch.Tensor:
         return self.weight.dequantize(dtype)[index]
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+    def read_quantized(
+        self, index: Index, computed: Collection[Numbers] = INTEGERS
+    ) -> QuantizedTensor | str:
         return self.weight
 
 

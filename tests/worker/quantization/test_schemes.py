@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swell.kernels.weights.quantized import Numbers
 from swell.worker.checkpoint.checkpoint import HasIntegers, Index
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.quantization import grouped_matrix
@@ -171,6 +172,44 @@ def test_kept_integers_have_the_values_of_the_matrix(kind: torch.dtype, tmp_path
         kept = tensor.read_quantized((ALL, ALL))
         assert isinstance(kept, str) == (kind == torch.float32)
         assert isinstance(kept, str) or torch.equal(kept.dequantize(torch.float32), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        *((name, Numbers.E4M3) for name in ("fp8-tensor", "fp8-block", "fp8-block-e8m0")),
+        *((name, Numbers.E4M3) for name in ("fbgemm-fp8", "ct-fp8-channel", "modelopt-fp8")),
+        *((name, Numbers.E2M1) for name in ("ct-mxfp4", "ct-nvfp4", "modelopt-nvfp4")),
+    ],
+)
+def test_kept_floats_have_the_values_of_the_matrix(
+    name: str, numbers: Numbers, tmp_path: Path
+) -> None:
+    """Floats of 4 bits become integers if products take no floats."""
+    form = writers.FORMATS[name]
+    stored, values = form.write(matrix(256, 384))
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert isinstance(tensor, HasIntegers)
+        for index in ((ALL, ALL), (slice(3, 200), slice(128, 256))):
+            kept = tensor.read_quantized(index, frozenset(Numbers))
+            assert not isinstance(kept, str) and kept.numbers is numbers
+            assert torch.equal(kept.dequantize(torch.float32), values[index])
+        others = tensor.read_quantized((ALL, ALL))
+        assert isinstance(others, str) == (numbers is Numbers.E4M3)
+
+
+def test_a_matrix_with_nan_is_not_kept(tmp_path: Path) -> None:
+    """The kernels read the bits of a NaN as a number."""
+    form = writers.FORMATS["fp8-block"]
+    stored, _ = form.write(matrix(128, 128))
+    stored[".weight"].view(torch.uint8)[5, 7] = 255
+    with closing(opened(tmp_path, form, stored)) as checkpoint:
+        tensor = checkpoint.tensor(f"{NAME}.weight")
+        assert isinstance(tensor, HasIntegers)
+        kept = tensor.read_quantized((ALL, ALL), frozenset(Numbers))
+        assert kept == "has a number that is NaN"
+        assert tensor.read((ALL, ALL), torch.float32)[5, 7].isnan()
 
 
 def test_the_group_of_a_matrix_does_not_depend_on_the_order_of_groups(tmp_path: Path) -> None:

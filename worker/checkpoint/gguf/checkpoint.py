@@ -15,7 +15,7 @@ import torch
 from swell.configs.files.bounded_files import open_regular
 from swell.configs.files.gguf.header import identity_of, read_header
 from swell.configs.files.gguf.tensor_names import Source, sources
-from swell.kernels.weights.quantized import QuantizedTensor
+from swell.kernels.weights.quantized import INTEGERS, Numbers, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import CUT_GROUP, DamagedCheckpoint, Index
 from swell.worker.checkpoint.gguf.blocks import GROUPS, KEPT, dequantize, keep
 
@@ -115,7 +115,9 @@ class GgufTensor:
             ]
         )
 
-    def read_quantized(self, index: Index) -> QuantizedTensor | str:
+    def read_quantized(
+        self, index: Index, computed: Collection[Numbers] = INTEGERS
+    ) -> QuantizedTensor | str:
         kind = self._source.tensor.type
         if kind.name not in KEPT or len(self.shape) != 2 or self._source.added:
             return f"stored as {kind.name}"
