@@ -20,9 +20,8 @@ from swell.cluster.client.requests.pooling_outputs import (
     cosines,
     vector_of,
 )
-from swell.cluster.local_engine import LocalEngine
+from swell.cluster.local_engine import LocalEngine, load_local
 from swell.cluster.text.adapters import LoadedAdapters
-from swell.cluster.text.model_folder import check
 from swell.cluster.text.params.sampling_params import SamplingParams, bad_value
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import (
@@ -49,8 +48,6 @@ from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokeniz
 from swell.configs.files.adapter_files import adapters_of, check_adapter
 from swell.configs.lora import Adapter
 from swell.configs.runtime.process import prepare_for_torch
-from swell.configs.schema import load
-from swell.configs.section import ConfigError
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
@@ -66,15 +63,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **overrides: Any) -> None:
-        overrides.setdefault("parallel.executor", "inproc")
-        self.config = load(model, overrides)
-        check(self.config)
-        if self.config.parallel.expert:
-            raise ConfigError(
-                "parallel.expert=true is not supported by LLM, which is one engine with all "
-                "experts: only engines of a cluster share experts; set parallel.expert=false",
-                "parallel.expert",
-            )
+        self.config = load_local(model, overrides, "LLM")
         path = self.config.model.path
         self._defaults = read_generation_config(self.config.model)
         self._tokenizer = tokenizer = load_tokenizer(path)

@@ -16,7 +16,8 @@ from swell.cluster.client.requests.outputs import RequestOutput, RequestOutputKi
 from swell.cluster.text.model_folder import check
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.tokens.detokenizer import Detokenizer
-from swell.configs.schema import Config
+from swell.configs.schema import Config, load
+from swell.configs.section import ConfigError
 from swell.configs.sleep_check import sleep_refusal
 from swell.engine.core import EngineCore
 from swell.engine.executor import ExecutorError, build_executor
@@ -24,6 +25,20 @@ from swell.worker.memory.new_weights import save_weights, with_weights_of
 
 _CLIENT = b"local"
 _KIND = RequestOutputKind.FINAL_ONLY
+
+
+def load_local(source: str, overrides: Mapping[str, object], user: str) -> Config:
+    """Returns the configuration of the one engine in this process that `user` runs, with checked
+    files. Raises ConfigError."""
+    config = load(source, {"parallel.executor": "inproc", **overrides})
+    check(config)
+    if config.parallel.expert:
+        raise ConfigError(
+            f"parallel.expert=true is not supported by {user}, which is one engine with all "
+            "experts: only engines of a cluster share experts; set parallel.expert=false",
+            "parallel.expert",
+        )
+    return config
 
 
 class LocalEngine:

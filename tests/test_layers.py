@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, list[str]] = {
     "cluster/api/*": ["cluster.api.*", "cluster.client.*", "cluster.text.*"],
     "cluster/control/*": ["cluster.control.*", "cluster.client.*", "cluster.text.*"],
     "cluster/local.py": ["cluster.local_engine", "cluster.text.*", "cluster.client.*"],
+    "cluster/local_cluster.py": ["cluster.client.*"],
     "cluster/local_engine.py": [
         "cluster.client.*",
         "cluster.text.*",

@@ -104,6 +104,23 @@ def _generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat", action="store_true", help="send the prompts as chat messages")
 
 
+def _run_batch(parser: argparse.ArgumentParser) -> None:
+    _config(parser)
+    parser.add_argument("input", metavar="IN", help="the file with the requests; -: standard input")
+    parser.add_argument(
+        "output",
+        metavar="OUT",
+        help="the file for the answers, to which a repeated run adds the missing ones; "
+        "-: standard output",
+    )
+    parser.add_argument(
+        "--in-flight",
+        metavar="N",
+        type=_positive,
+        help="most requests that are computed or wait at once (default: twice scheduler.max_rows)",
+    )
+
+
 def _save_sharded(parser: argparse.ArgumentParser) -> None:
     _config(parser)
     parser.add_argument("out", metavar="OUT", help="a new folder for the saved model")
@@ -194,6 +211,11 @@ COMMANDS = {
     ),
     "generate": Command(
         "answer prompts in this process", "swell.cluster.cli.generate:generate", _generate
+    ),
+    "run-batch": Command(
+        "answer the requests of a file in this process",
+        "swell.cluster.cli.run_batch:run_batch",
+        _run_batch,
     ),
     "save-sharded": Command(
         "save a model in the form that its workers load fastest",

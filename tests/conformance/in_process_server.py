@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import secrets
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,15 +25,9 @@ from swell.cluster.api.admin.protocol import (
 )
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.api.server.http_server import EdgeServer
-from swell.cluster.client.engine_core_client import AsyncEngineCoreClient
+from swell.cluster.local_cluster import LocalCluster
 from swell.configs.schema import Config, load
-from swell.coordinator.service import CoordinatorService
-from swell.coordinator.transport.channel import make_keys
-from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
-from swell.coordinator.transport.ports import free_port
-from swell.engine.core import EngineCore
-from swell.engine.executor import Executor, build_executor
-from swell.engine.serving.server import EngineServer
+from swell.engine.executor import Executor
 from tests.cluster.store_handle import StoreOfTest
 from tests.e2e.cluster import NANO
 from tests.support.deadlines import HANG_S
@@ -123,38 +115,26 @@ class InProcessServer:
 @contextlib.contextmanager
 def start_in_process_server(model: Path = NANO, **settings: Any) -> Iterator[InProcessServer]:
     config = load(str(model), SETTINGS | settings)
-    endpoint = CoordinatorEndpoint(make_keys(), secrets.token_hex(8), free_port("127.0.0.1"))
-    coordinator = CoordinatorService(config.cluster, endpoint=endpoint)
-    executor = build_executor(config)
-    core = EngineCore(config, executor, executor.start())
-    engine = EngineServer(config, 0, core, coordinator.keys, coordinator.address)
-    running = threading.Thread(target=engine.run)
-    running.start()
-    coordinator.join([engine.member], HANG_S)
+    cluster = LocalCluster(config)
     ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
     serving = threading.Thread(
-        target=lambda: asyncio.run(_serve(config, coordinator, ready)), daemon=True
+        target=lambda: asyncio.run(_serve(config, cluster, ready)), daemon=True
     )
     serving.start()
     port, stop = ready.get(timeout=HANG_S)
-    in_process_server = InProcessServer(f"http://127.0.0.1:{port}", executor)
+    in_process_server = InProcessServer(f"http://127.0.0.1:{port}", cluster.executor)
     try:
         yield in_process_server
     finally:
         in_process_server.close()
         stop()
         serving.join()
-        engine.stop()
-        running.join()
-        coordinator.stop()
+        cluster.close()
 
 
-async def _serve(
-    config: Config, coordinator: CoordinatorService, ready: queue.SimpleQueue[Any]
-) -> None:
+async def _serve(config: Config, cluster: LocalCluster, ready: queue.SimpleQueue[Any]) -> None:
     """Serves, and reports the port and a function that stops the server from any thread."""
-    connect = partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
-    ingress = await build_ingress(config, connect, Manager(), StoreOfTest().new_handle())
+    ingress = await build_ingress(config, cluster.connect, Manager(), StoreOfTest().new_handle())
     edge = EdgeServer(ingress.app, "127.0.0.1", 0, 5, config.serve)
     await edge.start()
     while not ingress.llm.active_ranks:
