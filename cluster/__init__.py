@@ -1,1 +1,2 @@
-"""Text processing, the HTTP API, and the placement of engines."""
+"""Text processing, the HTTP API, the client of the engines, the placement of engines, the `swell`
+command, and `LLM`."""

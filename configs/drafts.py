@@ -67,8 +67,8 @@ def check_drafts(config: DraftsConfig) -> None:
     """Checks the rules between keys. Raises `ConfigError`."""
     if config.method in OF_MODELS and config.model is None:
         raise ConfigError(
-            f"drafts.method={config.method} needs drafts.model, what guesses; write its folder "
-            "there, as drafts.model: {path: models/small}",
+            f"drafts.method={config.method} needs drafts.model, the model that proposes "
+            "tokens; write its folder there, as drafts.model: {path: models/small}",
             "drafts.model",
         )
     if config.method not in BY_WORKERS and config.model is not None:

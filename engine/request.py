@@ -44,7 +44,7 @@ class HandoverState(enum.Enum):
 
 
 class Request:
-    """Known tokens and computed tokens; every step lets the second catch up with the first.
+    """A request and its progress: every step lets its computed tokens catch up with its known ones.
 
         |<------- prompt_tokens ------->|<------ num_outputs ------>|<- pending ->|
         |<--------------------- token_ids (host) ------------------>|  (device)   |

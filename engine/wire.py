@@ -1,10 +1,12 @@
 """Messages between an ingress and an engine.
 
 An ingress sends `EngineCoreRequest`, `AbortRequests`, `UtilityCall`, `ReplaceClient` and
-`KeepAlive`. An engine sends each ingress at most one `EngineCoreOutputs` per step, and answers each
-`KeepAlive` with a `KeepAliveReply`. The messages between the coordinator and an engine are in
-`coordinator/wire.py`. New fields must be appended, and defaults must never change: trailing fields
-with default values are not sent (`coordinator/transport/codec.py`).
+`KeepAlive`. An engine sends `EngineCoreOutputs`: one with the outputs of a step, one before a step
+that starts requests of the ingress, and one for each answer to a `UtilityCall`. Requests that fail
+outside of a step have one, too. It answers each `KeepAlive` with a `KeepAliveReply`. The messages
+between the coordinator and an engine are in `coordinator/wire.py`. New fields must be appended, and
+defaults must never change: trailing fields with default values are not sent
+(`coordinator/transport/codec.py`).
 
 Message loss is always detected. Both sides count the messages of an ingress's connection to an
 engine, in both directions, and each keep-alive and its reply carry the counts. If a connection
@@ -250,7 +252,8 @@ class UtilityOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineCoreOutputs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """All outputs of one step for one ingress."""
+    """All outputs of one step for one ingress, the requests that start in the next step, or the
+    answer to a call."""
 
     outputs: list[EngineCoreOutput] = []
     utility_output: UtilityOutput | None = None

@@ -42,8 +42,6 @@ class RequestContext:
     """Returns the client's next message: a part of the body, or its disconnect."""
     keep_alive: KeepAlive | None = None
     """None: no client waits for the answer on a connection."""
-    owner: SecretText = ""
-    """The name of the user's key, as `Access.check_user` returns it."""
     deadline: Deadline | None = None
     """When the client gives up; None: the client sets no deadline."""
     body_bytes: int = 0
@@ -52,6 +50,17 @@ class RequestContext:
     """Names that the body uses for known fields; errors print these."""
     warning: str | None = None
     """The ignored parts of the body, for a header of the answer."""
+    _owner: SecretText | None = None
+    """None: the key was not checked yet."""
+
+    @property
+    def owner(self) -> SecretText:
+        """The name of the user's key, as `Access.check_user` returns it."""
+        assert self._owner is not None, f"{self.path}: the key was not checked"
+        return self._owner
+
+    def set_owner(self, owner: SecretText) -> None:
+        self._owner = owner
 
     def detached(self) -> RequestContext:
         """Returns the context of the same request with a client that never disconnects."""
@@ -62,7 +71,7 @@ def detached_context(headers: Headers, path: str, owner: SecretText) -> RequestC
     """Returns the context of a request that has no client any more, from its kept headers."""
     now_s = asyncio.get_running_loop().time()
     made = _new_context(headers, path, now_s, _never)
-    made.owner = owner
+    made.set_owner(owner)
     return made
 
 

@@ -29,7 +29,11 @@ from swell.cluster.client.requests.request_history import RequestHistory
 from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest
 from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, ProcessedRequest
-from swell.cluster.text.prompt.pooling_processor import generation_refusal, pooling_refusal
+from swell.cluster.text.prompt.pooling_processor import (
+    PoolingRequest,
+    generation_refusal,
+    pooling_refusal,
+)
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.schema.request_body import RequestBody
@@ -67,6 +71,7 @@ class NoPeers:
 
 
 Body = TypeVar("Body", bound=RequestBody)
+Converted = TypeVar("Converted", GenerationRequest, PoolingRequest)
 
 
 class AdapterNames:
@@ -153,7 +158,7 @@ class Services:
         """Checks the user's key; returns the context, which then names the owner. Raises
         HTTPError."""
         context = context_of(request)
-        context.owner = self.access.check_user(request)
+        context.set_owner(self.access.check_user(request))
         return context
 
     async def read_for_answer(self, request: Request, kind: type[Body]) -> Body:
@@ -187,18 +192,25 @@ class Services:
             adapter = self._adapter_of(model)
 
         def work() -> GenerationRequest:
-            made = convert()
-            salt = self.access.prefix_salt(context.owner, made.cache_salt)
+            made = self.with_context(convert(), context)
+            params = made.params
+            if params.seed is None:
+                params = msgspec.structs.replace(params, seed=identity.seed)
             return msgspec.structs.replace(
-                made,
-                external_req_id=context.id,
-                trace_headers=context.trace_headers or None,
-                random=identity.random,
-                adapter=adapter,
-                cache_salt=salt,
+                made, params=params, random=identity.random, adapter=adapter
             )
 
         return await self.input_processor.process(work, size_bytes)
+
+    def with_context(self, made: Converted, context: RequestContext) -> Converted:
+        """Returns a request with the id and the trace headers of its HTTP request, and the cache
+        salt of its user."""
+        return msgspec.structs.replace(
+            made,
+            external_req_id=context.id,
+            trace_headers=context.trace_headers or None,
+            cache_salt=self.access.prefix_salt(context.owner, made.cache_salt),
+        )
 
     def model_name(self, model: str | None) -> str:
         """Returns the name of the model or adapter that answers a checked body with `model`."""

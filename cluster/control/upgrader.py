@@ -201,8 +201,8 @@ class Upgrader:
         self._state = upgrade.on_death(self._state, version, lived_s, now, reason)
 
     def take_failure(self, handle: EngineHandle, error: Exception, target: int) -> bool:
-        """Handle a failed start. Returns whether it is handled; if False, it also counts for its
-        rank."""
+        """Handles a failed start. Returns whether the upgrade handles it; if not, the failure also
+        counts as a failed start of its rank."""
         failure = Failure(
             handle.version_name,
             str(error),

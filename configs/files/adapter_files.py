@@ -90,8 +90,6 @@ class AdapterFiles(NamedTuple):
     """Name of a module in the base model's checkpoint, without `.weight` -> its matrices."""
     targets: list[str] | str
     """`target_modules`."""
-    data_start: int
-    """Position in the file from which the `data_offsets` of its tensors count."""
 
     @property
     def weights(self) -> Path:
@@ -129,13 +127,13 @@ def read_adapter(name: str, folder: str, max_rank: int) -> AdapterFiles:
             f"{WEIGHTS_NAME}, as PEFT's save_pretrained writes it"
         )
     settings = _read_settings(path / CONFIG_NAME, where)
-    tensors, data_start = _read_header(path, where)
+    tensors = _read_header(path, where)
     modules: dict[str, dict[str, AdapterTensor]] = {}
     for key, tensor in tensors.items():
         module, matrix = _module_of(key, where)
         modules.setdefault(module, {})[matrix] = tensor
     read = {module: _pair(module, parts, settings, where) for module, parts in modules.items()}
-    found = AdapterFiles(name, path, read, settings.target_modules, data_start)
+    found = AdapterFiles(name, path, read, settings.target_modules)
     for module, pair in read.items():
         if not found.adapts(module):
             raise ConfigError(
@@ -274,8 +272,8 @@ def _check_numbers(settings: _Settings, where: str) -> None:
             )
 
 
-def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], int]:
-    """Returns the tensors that the file describes, and the position where their data begins."""
+def _read_header(folder: Path, where: str) -> dict[str, AdapterTensor]:
+    """Returns the tensors that the file describes."""
     path = folder / WEIGHTS_NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -308,7 +306,7 @@ def _read_header(folder: Path, where: str) -> tuple[dict[str, AdapterTensor], in
         raise ConfigError(f"{where}: {path} has no tensors")
     for key, tensor in tensors.items():
         _check_place(key, tensor, size_bytes - 8 - header_bytes, where)
-    return tensors, 8 + header_bytes
+    return tensors
 
 
 def _check_place(key: str, tensor: AdapterTensor, data_bytes: int, where: str) -> None:

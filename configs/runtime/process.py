@@ -103,7 +103,7 @@ def exit_on_error(run: Callable[[], None], loop: str) -> Callable[[], None]:
 
 
 async def exit_on_error_async(work: Callable[[], Awaitable[None]], loop: str) -> None:
-    """The same for an asyncio task; cancelling it is not a failure."""
+    """Awaits `work`, and ends this process if it raises. Cancelling it is not a failure."""
     try:
         await work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Makes the choices of one run of a function in another run, whose numbers are rounded differently.
+"""Replays the expert choices of one run in another run, whose numbers are rounded differently.
 
 A router chooses the experts with the largest logits. If two logits are nearly equal, another
 rounding chooses another expert, and the results differ by much more than rounding.

@@ -192,7 +192,7 @@ def test_sampling_defaults_of_a_file_apply_to_requests(tmp_path: Path) -> None:
             {"llama.rope.scaling.type": "odd", "llama.rope.scaling.factor": 2.0},
             "rope.scaling.type='odd'",
         ),
-        ({"llama.attention.value_length": 8}, "the values of a head have 8 dimensions"),
+        ({"llama.attention.value_length": 8}, "the value heads have 8 dimensions"),
         ({"llama.attention.head_count": [4, 2]}, "head_count differs between layers"),
         ({"llama.block_count": -1}, "block_count=-1 is not a positive integer"),
         ({"llama.context_length": "x"}, "context_length='x' is not a positive integer"),

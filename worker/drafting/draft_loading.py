@@ -203,7 +203,7 @@ class _Loading:
             own, target = getattr(text, key, None), getattr(self._text_config, key, None)
             if own != target:
                 raise ValueError(
-                    f"it has a layer of a model with {key}={own!r}, but this model has "
+                    f"its layer was made for a model with {key}={own!r}, but this model has "
                     f"{target!r}; use the layer of this model"
                 )
 

@@ -20,6 +20,8 @@ class AnswerIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """When the answer began, in seconds since 1970."""
     random: Random = SYSTEM_RANDOM
     """The source of the ids of the answer's parts."""
+    seed: int | None = None
+    """The seed of the sampling, unless the request sets one; None: a random one."""
     is_repeatable: bool = False
     """Whether the answer may be computed again. If so, its events must depend only on the request,
     and never on timing."""

@@ -83,8 +83,8 @@ class ServingHandler:
         answer: ResponseWriter,
         identity: AnswerIdentity,
     ) -> Response:
-        """Does the same for a request that was admitted before, perhaps by an ingress that has
-        terminated."""
+        """Answers a request that was admitted before, perhaps by an ingress that has terminated:
+        submits everything, then returns the whole answer or a stream."""
         states: list[RequestState] = []
         kind = RequestOutputKind.DELTA if processed.stream else RequestOutputKind.FINAL_ONLY
         with ExitStack() as ending:
@@ -134,7 +134,7 @@ class ServingHandler:
         record = self._recorder.record(context, processed, answer, abort, ending)
         # Nobody reads the outputs of unfinished requests after `ending` is closed.
         ending.callback(lambda: self._llm.abort([state.request_id for state in states]))
-        await self._submit(context, processed, kind, states, record, identity)
+        await self._submit(processed, kind, states, record, identity)
         self._arm_deadline_timer(context, states, ending)
 
     async def _whole(
@@ -156,7 +156,6 @@ class ServingHandler:
 
     async def _submit(
         self,
-        context: RequestContext,
         processed: ProcessedRequest,
         kind: RequestOutputKind,
         states: list[RequestState],

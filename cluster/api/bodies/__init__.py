@@ -1,1 +1,2 @@
-"""Reads requests: typed bodies, their common fields, and HTTP errors."""
+"""Bodies of requests: how they are read, the fields that requests and answers of several routes
+share, and HTTP errors."""

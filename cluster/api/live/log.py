@@ -100,7 +100,7 @@ def _contacts(before: Observation, after: Observation) -> Found:
     )
     for name, answered, answers in contacts:
         if answered and not answers:
-            yield "lost", f"the {name} does not answer; serving goes on"
+            yield "lost", f"the {name} does not answer; serving continues"
         if answers and not answered:
             yield "found", f"the {name} answers again"
 

@@ -86,7 +86,7 @@ OPERATIONS = (
     Operation("get", "/load", "Get the number of requests in the engines.", admin.ServerLoad),
     _show("/server_info", "Get the served model, its limits and its parsers.", admin.ServerInfo),
     Operation("get", "/openapi.json", "Get this document.", JSON),
-    Operation("get", "/", "Get the address of this document; in a browser, the page.", Welcome),
+    Operation("get", "/", "Get this document's address; a browser gets the page.", Welcome),
     Operation("get", "/docs", "Get this document as a page.", "text/html"),
     Operation("get", "/ui/{name}", "Get a file of the page.", "text/*", errors=(404,)),
     _show("/v1/models", "List the served models.", admin.ModelList),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -37,7 +36,6 @@ class PoolingRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._access = services.access
         self._read = services.read_for_answer
         self._serving = services.serving
         self._offload = services.offloads.bodies
@@ -97,14 +95,6 @@ class PoolingRoutes:
         """Returns the engine requests of a request. A long body is tokenized in a thread."""
 
         def process() -> ProcessedRequest:
-            made = make()
-            salt = self._access.prefix_salt(context.owner, made.cache_salt)
-            made = msgspec.structs.replace(
-                made,
-                external_req_id=context.id,
-                trace_headers=context.trace_headers or None,
-                cache_salt=salt,
-            )
-            return self._pooling.process(made)
+            return self._pooling.process(self._services.with_context(make(), context))
 
         return await with_deadline(context, self._offload.run_sized(context.body_bytes, process))

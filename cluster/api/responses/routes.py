@@ -123,7 +123,8 @@ class ResponseRoutes:
             response.id, response.created_at = f"resp_{identity.id}", identity.created
         found = await self._previous_response(context.owner, body.previous_response_id)
         if body.background and body.seed is None:  # another ingress must sample the same tokens
-            body.seed = sampling_params.random_seed()
+            seed = sampling_params.random_seed() if identity.seed is None else identity.seed
+            body = msgspec.structs.replace(body, seed=seed)
         size = context.body_bytes + (0 if found is None else found.kept.size_bytes)
         chat, items = await self._services.offloads.bodies.run_sized(
             size, _conversation, body, found

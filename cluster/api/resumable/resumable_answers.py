@@ -115,8 +115,6 @@ class ResumableAnswers:
                     self._count("joined")
                     return await self._read(context, found, body, last, reading, {REPLAYED: "true"})
                 reading.close()
-            if body.seed is None:
-                body.seed = seed_of(name)
             adapter = self._adapter_of(body.model)
             digest = "" if adapter is None else adapter.digest
             if last is not None:
@@ -281,6 +279,7 @@ def _identity(name: str, adapter: Adapter | None, last: EventId | None) -> Answe
         id=name,
         created=int(time.time()) if last is None else last.origin.created,
         random=Random(name),
+        seed=seed_of(name),
         is_repeatable=True,
         adapter=adapter,
         begun_version=None if last is None else last.origin.version or None,

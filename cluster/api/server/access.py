@@ -1,5 +1,5 @@
-"""Access rules: the host names under which a server is reached, and the origins whose pages may use
-it.
+"""Access rules: API keys, the host names under which a server is reached, and the origins whose
+pages may use it.
 
 A browser sends requests for any page that is open in it. A server that a browser can reach, above
 all one on a loopback address, is protected by these rules:

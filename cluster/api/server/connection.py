@@ -78,7 +78,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._refusal: HTTPError | None = None
         """The reason why the connection is closed."""
         self._deferred: HTTPError | None = None
-        """The same, while requests that arrived before the refused one are answered."""
+        """The refusal of a request, while the requests that arrived before it are answered."""
         self._reparsing_head = False
         """Whether the parser is being fed a head for the second time."""
         self._closing = False

@@ -41,7 +41,8 @@ class ClusterCheckpoint(msgspec.Struct, frozen=True):
     drains: tuple[DrainRecord, ...] = ()
     """Drains of leaving engines."""
     is_claim: bool = False
-    """The manager has taken over and has not written a state yet: that of the one before counts."""
+    """The manager has taken over and has not written a state yet: the previous manager's state is
+    valid."""
 
     def with_age(self, term: int, number: int) -> ClusterCheckpoint:
         """Returns the same state, with another age."""

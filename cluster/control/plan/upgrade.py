@@ -246,8 +246,8 @@ def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> U
 def on_failure(
     state: UpgradeState, failure: Failure, target: int, now: float
 ) -> tuple[UpgradeState, bool]:
-    """Handle a failed start. Returns whether that is all; if False, the failure also counts for the
-    back-off of its rank."""
+    """Handles a failed start. Returns whether the upgrade handles it; if not, the failure also
+    counts for the back-off of its rank."""
     record = state.record
     is_apart = failure.is_extra or failure.for_answers or failure.is_reload
     if is_apart:

@@ -65,7 +65,7 @@ def allowed_kinds(nodes: list[JsonSchema]) -> tuple[set[str], bool]:
         names = node["type"] if isinstance(node["type"], list) else [node["type"]]
         for name in names:
             if name not in (*_KINDS, "integer"):
-                raise SchemaError(f"has a type that JSON does not have. Invalid type: {name}")
+                raise SchemaError(f"has type {name!r}, which is not a JSON Schema type")
         is_integer = is_integer or ("integer" in names and "number" not in names)
         kinds &= {"number" if name == "integer" else name for name in names}
     return kinds, is_integer

@@ -58,8 +58,8 @@ def model_config(file: GgufFile, vocabulary: Vocabulary) -> dict[str, Any]:
         "head_dim"
     ]:
         raise GgufError(
-            f"{file.path}: the values of a head have {values} dimensions and its keys "
-            f"{config['head_dim']}, which is not supported"
+            f"{file.path}: the value heads have {values} dimensions and the key heads "
+            f"{config['head_dim']}; different sizes are not supported"
         )
     metadata.refuse_unless("attention.causal", True)
     rotated = metadata.integer("rope.dimension_count", config["head_dim"])

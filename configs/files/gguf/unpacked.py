@@ -90,7 +90,7 @@ def _gate(parent: Path) -> Iterator[None]:
 
 
 def _use(folder: Path) -> None:
-    """Keeps a folder until this process ends. The caller has the gate."""
+    """Keeps a folder until this process ends. The caller holds the gate."""
     if folder not in _used:
         lock = os.open(_lock_of(folder), _LOCK_FLAGS, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)  # others lock it exclusively only while they have the gate
@@ -102,7 +102,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def _remove_unused(parent: Path) -> None:
-    """Removes the folders that no process uses. The caller has the gate."""
+    """Removes the folders that no process uses. The caller holds the gate."""
     for path in parent.glob("*.used"):
         lock = os.open(path, _LOCK_FLAGS, 0o600)
         try:

@@ -1,9 +1,9 @@
 """A model of the wave protocol: engines, a coordinator, FIFO channels and failures.
 
-A state is a tuple; `Model.moves` yields every successor. Each engine runs the loop of a server: it
-takes messages, submits steps up to the limit in flight, waits for the oldest step, takes messages
-and reads the step's sums. While it waits it takes no messages, unless it must leave its group. The
-sums of a step are available when all engines of its epoch have submitted it.
+A state is a tuple; `moves` in `model_transitions.py` yields every successor. Each engine runs the
+loop of a server: it takes messages, submits steps up to the limit in flight, waits for the oldest
+step, takes messages and reads the step's sums. While it waits it takes no messages, unless it must
+leave its group. The sums of a step are available when all engines of its epoch have submitted it.
 
 A move is *owed* if it must happen eventually (a message arrives, a step completes, a death is
 noticed). Other moves are optional (a request, a death, a peer's error), and no property may rely on

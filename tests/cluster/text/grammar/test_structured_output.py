@@ -345,6 +345,6 @@ def test_answers_do_not_depend_on_the_schedule(overrides, one_step_at_a_time):
 def test_invalid_structures_are_refused_before_anything_is_computed():
     with LLM(NANO, **{"model.device": "cpu"}) as llm:
         params_of_row = SamplingParams(structured_outputs=StructuredOutputs(json={"type": "shoe"}))
-        with pytest.raises(BadRequest, match="Invalid type: shoe"):
+        with pytest.raises(BadRequest, match="has type 'shoe', which is not"):
             llm.generate(["one", "two"], [SamplingParams(), params_of_row])
         llm.check_idle()

@@ -78,7 +78,7 @@ def test_formats_that_cannot_be_enforced_are_refused_with_the_reason(name):
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("unknown type", "Invalid type: text"),
+        ("unknown type", "has type 'text', which is not"),
         ("reference to nothing", "'/$defs/missing', which does not exist"),
         ("bounds that exclude all", "no number is an integer and at least 5 and at most 4"),
         ("pattern that is none", "unclosed character class"),
