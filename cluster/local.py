@@ -86,6 +86,7 @@ class LLM:
             load_eos_token_ids(path, tokenizer),
             embeds_width=load_embeds_width(self.config.model),
             routed_experts=self.config.model.routed_experts,
+            logprobs_mode=self.config.model.logprobs_mode,
             schema_keywords=self.config.serve.schema_keywords,
         )
         self._ids = map(str, itertools.count())

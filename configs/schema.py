@@ -30,6 +30,7 @@ from swell.configs.scheduler import SchedulerConfig, check_scheduler
 from swell.configs.section import ConfigError as ConfigError
 from swell.configs.section import (
     FilledText,
+    LogprobsMode,
     NonNegative,
     Positive,
     Processes,
@@ -105,6 +106,10 @@ class ModelConfig(Section, frozen=True):
     routed_experts: bool = False
     """Lets requests ask for the experts that computed their tokens (`return_routed_experts`). The
     choices of all layers are recorded for every token, with its KV, even if no request asks."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """Values of `logprobs`: natural logarithms of probabilities, or logits. `raw`: of the model.
+    `processed`: of the distribution that is sampled, after penalties, biases, masks, temperature,
+    min_p, top_k and top_p (docs/guide/logprobs.md)."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral

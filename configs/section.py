@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,7 @@ KeptSeconds = Annotated[float, Meta(gt=0, le=MAX_KEPT_S)]
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS, pattern=NO_CONTROLS)]
 FilledText = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=NO_CONTROLS)]
 Template = Annotated[str, Meta(min_length=1, max_length=MAX_TEXT_CHARS, pattern=SEVERAL_LINES)]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 Names = Annotated[list[Text], Meta(max_length=MAX_NAMES)]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from swell.kernels import backends
+from swell.kernels.reference import sample as reference
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -69,4 +70,27 @@ def sample_tokens(
         min_p,
         u,
         any_top_k_or_p=any_top_k_or_p,
+    )
+
+
+def filter_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sampled: Tensor,
+    *,
+    any_top_k_or_p: bool = True,
+) -> Tensor:
+    """Returns the logits of the distribution from which `sample_tokens` samples, [N, V] float32:
+    logits / temperature for the tokens that the filters keep, -inf for the others.
+
+    The parameters are those of `sample_tokens`; its rows with temperature 0 stay as they are. A
+    token whose weight underflows is kept here. The tokens `sampled` [N] int64 are always kept: at
+    the edge of top_p the backends may round the sum of probabilities differently. Rows with NaN
+    have NaN. Backends: reference.
+    """
+    return reference.filter_logits(
+        logits, temperature, top_k, top_p, min_p, sampled, any_top_k_or_p=any_top_k_or_p
     )

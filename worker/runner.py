@@ -17,6 +17,7 @@ from torch import Tensor
 
 from swell.configs.scheduler import SchedulerConfig
 from swell.configs.schema import CacheConfig
+from swell.configs.section import LogprobsMode
 from swell.kernels.inputs import Bucket
 from swell.worker.comm.groups import GroupError
 from swell.worker.comm.mesh import Mesh
@@ -108,6 +109,8 @@ class ModelRunnerArgs:
     device: torch.device
     enforce_eager: bool = False
     """Whether no step is captured."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """The values that are returned as log probabilities."""
     tokenizer_path: str = ""
     """The folder of the tokenizer."""
     pooler: Pooler | None = None
@@ -149,12 +152,17 @@ class ModelRunner:
         self._device = device
         self.failed = FailedRows()
         self.sampler = Sampler(
-            self.states, model.vocab_size, args.tokenizer_path, self.failed, mesh.tensor
+            self.states,
+            model.vocab_size,
+            args.tokenizer_path,
+            self.failed,
+            mesh.tensor,
+            args.logprobs_mode,
         )
         self.readers: list[HiddenStatesReader] = (
             [PoolingReader(args.pooler, self.states)]
             if args.pooler is not None
-            else make_readers(model, self.states)
+            else make_readers(model, self.states, args.logprobs_mode)
             if isinstance(model, ComputesLogits)
             else []
         )

@@ -94,8 +94,8 @@ class SamplerParams(msgspec.Struct, frozen=True, array_like=True, omit_defaults=
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=False):
-    """The log probabilities of one sampled token: natural logarithms, under the model's own
-    logits."""
+    """The log probabilities of one sampled token: natural logarithms, or the values that
+    `model.logprobs_mode` selects."""
 
     token_ids: list[int]
     """The sampled token, then the most likely ones, best first."""

@@ -437,6 +437,7 @@ class Worker:
             max_model_len=max_model_len,
             device=self.device,
             enforce_eager=self.config.model.enforce_eager,
+            logprobs_mode=self.config.model.logprobs_mode,
             tokenizer_path=self._tokenizer_path,
             pooler=self.pooler,
             offload=self._offload,

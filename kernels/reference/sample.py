@@ -77,6 +77,27 @@ def sample_tokens(
     return torch.where(greedy, best, sampled), max_logits
 
 
+def filter_logits(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sampled: Tensor,
+    *,
+    any_top_k_or_p: bool = True,
+) -> Tensor:
+    """See `swell.kernels.sample.filter_logits`."""
+    greedy = (temperature <= 0)[:, None]
+    scaled = logits / torch.where(greedy, 1.0, temperature[:, None])
+    keep = scaled - scaled.amax(-1, keepdim=True) >= min_p.log()[:, None]
+    if any_top_k_or_p:
+        keep &= _top(logits, scaled.masked_fill(~keep, float("-inf")), top_k, top_p)
+    keep |= greedy | scaled.isnan()
+    keep.scatter_(1, sampled[:, None], True)
+    return scaled.masked_fill_(~keep, float("-inf"))
+
+
 def _top(logits: Tensor, scaled: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Returns [N, V] bool: the tokens that top_k, and then top_p, keep."""
     vocab = scaled.shape[-1]

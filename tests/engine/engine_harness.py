@@ -423,14 +423,17 @@ class Plain:
     """The oracle: one engine that computes one step and one request at a time, without a prefix
     cache, and returns one output with the whole answer. Every answer is computed once. `tensor`:
     the number of tensor ranks that split the engine's sums, which are rounded differently for each
-    number."""
+    number. `logprobs_mode`: the key of the model."""
 
-    def __init__(self, model: str = NANO, tensor: int = 1) -> None:
+    def __init__(
+        self, model: str = NANO, tensor: int = 1, logprobs_mode: str = "raw_logprobs"
+    ) -> None:
         self._llm = engine(
             model,
             scheduler__steps_in_flight=1,
             cache__prefix_caching=False,
             parallel__tensor=tensor,
+            model__logprobs_mode=logprobs_mode,
         )
         self._answers: dict[bytes, Answer] = {}
 

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from swell.kernels.reference import sample as reference
+from swell.kernels.sample import filter_logits
 from tests.kernels.load import load_backend
 
 pytestmark = pytest.mark.slow
@@ -138,6 +139,36 @@ def test_against_the_plain_reference(backend, seed):
         assert got[row] == reference_sample(reference_filter(values, t, k, p, m), u[row].item()), (
             rows[row]
         )
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_filtered_logits_have_the_sampled_distribution(seed):
+    """Their probabilities are those of the definition. A row without temperature is not changed, a
+    sampled token is always kept, and NaN stays NaN."""
+    torch.manual_seed(seed)
+    rows = PARAMETERS * 4
+    logits = torch.randn(len(rows), 50) * 2
+    logits[:, 7] = -torch.inf
+    before, sampled = logits.clone(), logits.argmax(1)
+    found = filter_logits(logits, *tensors(rows), sampled)
+    assert torch.equal(logits, before)
+    for row, (t, k, p, m) in enumerate(rows):
+        if t == 0:
+            assert torch.equal(found[row], logits[row])
+            continue
+        share = reference_filter(logits[row].tolist(), t, k, p, m)
+        kept = (found[row] > -torch.inf).nonzero().flatten().tolist()
+        assert kept == list(share)
+        torch.testing.assert_close(found[row, kept], logits[row, kept] / t)
+        torch.testing.assert_close(found[row].softmax(0)[kept], torch.tensor([*share.values()]))
+    last = logits.masked_fill(logits == -torch.inf, torch.inf).argmin(1)
+    found = filter_logits(logits, *tensors(rows), last)
+    torch.testing.assert_close(
+        found.gather(1, last[:, None]),
+        (logits / torch.tensor([row[0] or 1.0 for row in rows])[:, None]).gather(1, last[:, None]),
+    )
+    logits[:, 3] = torch.nan
+    assert filter_logits(logits, *tensors(rows), sampled)[:, 3].isnan().all()
 
 
 def test_rows_do_not_depend_on_each_other(backend):

@@ -1,4 +1,5 @@
-"""Log probabilities of sampled tokens and of prompts, under the model's own logits.
+"""Log probabilities of sampled tokens and of prompts: of the model's own logits, or of the logits
+that are sampled. In the modes `raw_logits` and `processed_logits` the logits are reported instead.
 
 Nothing is computed for rows that do not request them. The device finds as many of the most likely
 tokens as the row that requests the most, and the host shortens the lists of the other rows.
@@ -15,13 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swell.configs.section import LogprobsMode
 from swell.kernels.host.device_copy import to_device
 from swell.kernels.logprobs import LogprobsTensors, rank_tokens
+from swell.kernels.sample import filter_logits
 from swell.worker.model_interfaces import ComputesLogits
-from swell.worker.sample.logits_processor import HiddenStatesReader, PendingExtra
+from swell.worker.sample.logits_processor import BANNED_BIAS, HiddenStatesReader, PendingExtra
 from swell.worker.sampler_wire import Extra, PromptLogprobs, TokenLogprobs
 from swell.worker.step.input_batch import InputBatch
-from swell.worker.step.request_states import RequestStates
+from swell.worker.step.request_states import MIN_P, TEMPERATURE, TOP_K, TOP_P, RequestStates
 from swell.worker.step.slot_set import SlotSet
 from swell.worker.wire import NewRequest, SchedulerOutput
 
@@ -65,8 +68,49 @@ class PendingLogprobs(PendingExtra):
 
 
 @dataclass(slots=True)
+class SamplingFilters:
+    """Temperature and filters of M samples."""
+
+    # [M, parameters] float32
+    float_params: Tensor
+    # [M, parameters] int64
+    int_params: Tensor
+    any_top_k_or_p: bool
+
+    def apply(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """Returns the filtered logits [M, V] float32; tokens [M] int64 are the sampled ones."""
+        floats = self.float_params
+        return filter_logits(
+            logits,
+            floats[:, TEMPERATURE],
+            self.int_params[:, TOP_K],
+            floats[:, TOP_P],
+            floats[:, MIN_P],
+            tokens,
+            any_top_k_or_p=self.any_top_k_or_p,
+        )
+
+
+def without_banned(logits: Tensor) -> Tensor:
+    """Returns logits [M, V] with -inf for tokens whose logits processors have banned by a finite
+    amount."""
+    lower = logits - logits.amax(-1, keepdim=True)
+    return logits.masked_fill(lower < BANNED_BIAS / 2, float("-inf"))
+
+
+def rank_values(logits: Tensor, token_ids: Tensor, top: int, mode: LogprobsMode) -> LogprobsTensors:
+    """Returns the same as `rank_tokens`, with logits in place of log probabilities if the mode says
+    so. All values of a row with NaN are NaN in any case."""
+    ranked = rank_tokens(logits, token_ids, top)
+    if not mode.endswith("_logits"):
+        return ranked
+    values = logits.gather(1, ranked.logprob_token_ids)
+    return ranked._replace(logprobs=values.where(~ranked.logprobs.isnan(), float("nan")))
+
+
+@dataclass(slots=True)
 class KeptLogits:
-    """The model's logits of some rows, kept until their tokens are sampled."""
+    """The logits of some samples, kept until their tokens are sampled."""
 
     # [M, V] float32
     logits: Tensor
@@ -77,10 +121,18 @@ class KeptLogits:
     rows: list[int]
     """[M], indices among all rows of the step."""
     num_logprobs: list[int]
+    mode: LogprobsMode
+    filters: SamplingFilters | None = None
+    """None: no row is sampled at random, or the logits are those of the model."""
 
     def rank(self, tokens: Tensor) -> PendingExtra:
         """Returns the log probabilities and ranks of the sampled tokens [S] int64."""
-        ranked = rank_tokens(self.logits, tokens[self.index], max(self.num_logprobs))
+        logits, tokens = self.logits, tokens[self.index]
+        if self.mode.startswith("processed_"):
+            logits = without_banned(logits)
+        if self.filters is not None:
+            logits = self.filters.apply(logits, tokens)
+        ranked = rank_values(logits, tokens, max(self.num_logprobs), self.mode)
         return PendingLogprobs(ranked, self.samples, self.rows, self.num_logprobs)
 
 
@@ -101,9 +153,12 @@ class _NumLogprobs:
 
 
 class SampledLogprobs:
-    """Log probabilities of sampled tokens. `keep` is called before a processor changes logits."""
+    """Log probabilities of sampled tokens. `keep_raw` is called before a processor changes logits,
+    `keep_processed` after the last one; the mode decides which of them keeps logits."""
 
-    def __init__(self, states: RequestStates) -> None:
+    def __init__(self, states: RequestStates, mode: LogprobsMode = "raw_logprobs") -> None:
+        self._states, self._mode = states, mode
+        self._is_processed = mode.startswith("processed_")
         self._num_logprobs = _NumLogprobs(states.max_rows)
 
     def add_request(self, row: NewRequest) -> None:
@@ -112,9 +167,26 @@ class SampledLogprobs:
     def any_requested(self, batch: InputBatch) -> bool:
         return len(batch.rows_in(self._num_logprobs.active_slots)) > 0
 
-    def keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
+    def keep_raw(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         """Returns the rows of logits [S, V] float32 that need log probabilities, copied if a
         processor `will_change` them; empty if no row needs them."""
+        return [] if self._is_processed else self._keep(logits, batch, will_change)
+
+    def keep_processed(self, logits: Tensor, batch: InputBatch) -> list[KeptLogits]:
+        """Returns the same for logits [S, V] float32 after all processors, with the filters of the
+        rows."""
+        if not self._is_processed:
+            return []
+        kept, states = self._keep(logits, batch, will_change=False), self._states
+        if kept and len(batch.rows_in(states.random_sampling)):
+            slots = batch.sample_slots[kept[0].index]
+            any_top_k_or_p = len(batch.rows_in(states.with_top_k_or_p)) > 0
+            kept[0].filters = SamplingFilters(
+                states.float_params[slots], states.int_params[slots], any_top_k_or_p
+            )
+        return kept
+
+    def _keep(self, logits: Tensor, batch: InputBatch, will_change: bool) -> list[KeptLogits]:
         samples = batch.rows_in(self._num_logprobs.active_slots)
         if not len(samples):
             return []
@@ -124,7 +196,7 @@ class SampledLogprobs:
         rows = batch.sample_rows_np[samples].tolist()
         all_stay = len(rows) == len(slots) and not will_change
         kept = logits if all_stay else logits[index]
-        return [KeptLogits(kept, index, samples.tolist(), rows, num_logprobs)]
+        return [KeptLogits(kept, index, samples.tolist(), rows, num_logprobs, self._mode)]
 
 
 @dataclass(slots=True)
@@ -176,9 +248,12 @@ class PromptLogprobsReader(HiddenStatesReader):
     A request that takes a slot again is computed and reported again; the results carry positions.
     """
 
-    def __init__(self, model: ComputesLogits, states: RequestStates) -> None:
+    def __init__(
+        self, model: ComputesLogits, states: RequestStates, mode: LogprobsMode = "raw_logprobs"
+    ) -> None:
         self._model = model
         self._states = states
+        self._mode = mode
         self._num_logprobs = _NumLogprobs(states.max_rows)
         # [max_rows]
         self._prompt_tokens_np = np.zeros(states.max_rows, dtype=np.int64)
@@ -213,7 +288,7 @@ class PromptLogprobsReader(HiddenStatesReader):
         for start in range(0, packed.shape[1], SLICE_POSITIONS):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
-            slices.append(rank_tokens(logits, targets[here], top))
+            slices.append(rank_values(logits, targets[here], top, self._mode))
         columns = zip(*slices, strict=True)
         return PendingPromptLogprobs(LogprobsTensors(*[torch.cat(c) for c in columns]), spans)
 
@@ -238,6 +313,8 @@ class PromptLogprobsReader(HiddenStatesReader):
         return found
 
 
-def make_readers(model: ComputesLogits, states: RequestStates) -> list[HiddenStatesReader]:
+def make_readers(
+    model: ComputesLogits, states: RequestStates, mode: LogprobsMode
+) -> list[HiddenStatesReader]:
     """Returns the readers of hidden states of a model that samples."""
-    return [PromptLogprobsReader(model, states)]
+    return [PromptLogprobsReader(model, states, mode)]

@@ -10,6 +10,7 @@ from math import isfinite
 import msgspec
 from torch import Tensor
 
+from swell.configs.section import LogprobsMode
 from swell.kernels.sample import greedy_sample, sample_tokens, uniform_noise
 from swell.worker.comm.groups import Group, SoloGroup
 from swell.worker.sample.allowed_token_ids import AllowedTokenIds
@@ -144,13 +145,14 @@ class Sampler:
         model_path: str = "",
         failed: FailedRows | None = None,
         tensor: Group | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
         """`model_path`: folder or hub id of the model, whose tokenizer is loaded for the first
         grammar; `failed`: where failed slots are recorded; `tensor`: the ranks that sample the same
         tokens."""
         self._states = states
         failed, tensor = failed or FailedRows(), tensor or SoloGroup()
-        self._logprobs = SampledLogprobs(states)
+        self._logprobs = SampledLogprobs(states, logprobs_mode)
         # Penalties scale the model's logits, so they come before anything is added. Biases of
         # single tokens come next. Masks come last, so that no bias can lift a masked token. The
         # grammar is the last mask: where masks contradict each other, it decides.
@@ -182,9 +184,10 @@ class Sampler:
             for processor in self._logits_processors
             if len(rows := processor.rows(batch))
         ]
-        kept = self._logprobs.keep(logits, batch, will_change=bool(active))
+        kept = self._logprobs.keep_raw(logits, batch, will_change=bool(active))
         for processor, rows in active:
             processor.apply(logits, batch, rows)
+        kept += self._logprobs.keep_processed(logits, batch)
         tokens, max_logits = self._sample(logits, batch)
         pending_extras: list[PendingExtra] = [some.rank(tokens) for some in kept]
         for processor, rows in active:

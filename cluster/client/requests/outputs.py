@@ -31,8 +31,8 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
     """The log probability of one token at one position."""
 
     logprob: float
-    """Natural logarithm of the token's probability under the unmodified logits of the model; may be
-    -inf."""
+    """Natural logarithm of the token's probability under the unmodified logits of the model, or the
+    value that `model.logprobs_mode` selects; may be -inf."""
     rank: int
     """1 is the most probable token."""
     decoded_token: str

@@ -43,6 +43,7 @@ from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
+from swell.configs.section import LogprobsMode
 from swell.engine.wire import EngineCoreRequest, PrefixHint
 from swell.worker.sampler_wire import Grammar
 
@@ -104,6 +105,8 @@ class InputProcessor(msgspec.Struct, frozen=True):
     """Width of prompts that are embeddings; None if they are refused."""
     routed_experts: bool = False
     """Whether engines record which experts computed a token."""
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    """`model.logprobs_mode`."""
     schema_keywords: str = "refuse"
     """`serve.schema_keywords`, for use without `formats`."""
 
@@ -130,6 +133,13 @@ class InputProcessor(msgspec.Struct, frozen=True):
         if answer.keeps_special_tokens:
             params = msgspec.structs.replace(params, skip_special_tokens=False)
         validate(params, vocab_size=vocab_size)
+        if params.num_children > params.n and self.logprobs_mode.endswith("_logits"):
+            raise bad_value(
+                "best_of",
+                params.best_of,
+                "ranks answers by log probabilities, but model.logprobs_mode="
+                f"{self.logprobs_mode} replaces them by logits; set best_of to n or omit it",
+            )
         if request.embeds:
             check_params(params, request.embeds, request.prompt_field, echo=request.echo)
         params = resolve_prompt_logprobs(params, sum(map(len, prompts)), vocab_size)

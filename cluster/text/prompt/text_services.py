@@ -62,6 +62,7 @@ class TextServices(NamedTuple):
             allow_chat_template=serve.request_chat_template,
             embeds_width=load_embeds_width(config.model),
             routed_experts=config.model.routed_experts,
+            logprobs_mode=config.model.logprobs_mode,
             schema_keywords=serve.schema_keywords,
         )
         pooled = None

@@ -67,6 +67,8 @@ class Axis:
     """The kind of drafts of the rows (see `planted_drafts.py`)."""
 
 
+RAW = "raw_logprobs"
+PROCESSED = {"model__logprobs_mode": "processed_logprobs"}
 SCARCE = {"cache__block_tokens": 2, "cache__memory_bytes": 4096 * 50}
 BY_THE_SAME = {"drafts__method": "model", "drafts__model": {"path": NANO}}
 BY_CHANCE = {"drafts__method": "model", "drafts__model": {"path": NANO, "load_format": "dummy"}}
@@ -225,6 +227,20 @@ AXES = {
     "mixed drafts, pipeline 2, three steps": Axis(
         {"parallel__pipeline": 2, "scheduler__steps_in_flight": 3}, drafts="mixed"
     ),
+    "processed logprobs, mixed drafts, tensor 2": Axis(
+        {**PROCESSED, "parallel__tensor": 2}, drafts="mixed"
+    ),
+    "processed logprobs, three steps per plan, scarce blocks": Axis(
+        {**PROCESSED, **SCARCE, "scheduler__steps_per_plan": 3}, is_scarce=True
+    ),
+    "processed logprobs, a warm cache, two engines": Axis(
+        {**PROCESSED, "cache__block_tokens": 1}, is_warm=True, engines=2
+    ),
+    "processed logprobs, recovered every 4 steps, pipeline 2, two steps": Axis(
+        {**PROCESSED, "parallel__pipeline": 2, "scheduler__steps_in_flight": 2},
+        harness={"recovered_every": 4},
+        is_scarce=True,
+    ),
 }
 
 
@@ -334,17 +350,18 @@ class Site:
         self._folder.cleanup()
 
 
-Plains = Callable[[str, int], Plain]
+Plains = Callable[[str, int, str], Plain]
 
 
 @pytest.fixture(scope="module")
 def plains() -> Iterator[Plains]:
-    """Yields a function from model and tensor ranks to the oracle; each oracle is made once."""
+    """Yields a function from model, tensor ranks and mode of log probabilities to the oracle; each
+    oracle is made once."""
     with ExitStack() as stack:
 
         @cache
-        def oracle(model: str, tensor: int) -> Plain:
-            plain = Plain(model, tensor)
+        def oracle(model: str, tensor: int, logprobs_mode: str) -> Plain:
+            plain = Plain(model, tensor, logprobs_mode)
             stack.callback(plain.close)
             return plain
 
@@ -353,7 +370,7 @@ def plains() -> Iterator[Plains]:
 
 @pytest.fixture(scope="module")
 def plain(plains: Plains) -> Plain:
-    return plains(NANO, 1)
+    return plains(NANO, 1, RAW)
 
 
 EVERY_KIND = ", every kind"
@@ -377,7 +394,9 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
 @pytest.fixture(scope="module")
 def oracle(site: Site, plains: Plains) -> Plain:
     """Returns the oracle that rounds like the site's engines."""
-    return plains(site.model, site.axis.overrides.get("parallel__tensor", 1))
+    overrides = site.axis.overrides
+    mode = overrides.get("model__logprobs_mode", RAW)
+    return plains(site.model, overrides.get("parallel__tensor", 1), mode)
 
 
 # ---------------------------------------------------------------- the features are there

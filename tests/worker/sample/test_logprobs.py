@@ -177,7 +177,7 @@ def test_sampled_logprobs_use_unmodified_logits(step) -> None:
         of_drawn.add_request(row)
     logits = torch.randn(batch.num_samples, VOCAB)
     own, tokens = logits.clone(), torch.randint(VOCAB, (batch.num_samples,))
-    kept = of_drawn.keep(logits, batch, will_change=True)
+    kept = of_drawn.keep_raw(logits, batch, will_change=True)
     logits.fill_(-1e30)  # as pipeline stages do
     given_out = extras(SamplerOutput(batch, tokens, tokens, [some.rank(tokens) for some in kept]))
     num_requested = 0
@@ -214,7 +214,10 @@ def test_nothing_is_computed_without_logprobs(monkeypatch: pytest.MonkeyPatch) -
         reader.add_request(row)
         of_drawn.add_request(row)
     assert not reader.reads(plan)
-    assert of_drawn.keep(torch.randn(2, VOCAB), batch, will_change=False) == []
+    assert of_drawn.keep_raw(torch.randn(2, VOCAB), batch, will_change=False) == []
+    for mode in ("raw_logprobs", "processed_logprobs"):
+        of_drawn = SampledLogprobs(states, mode)
+        assert of_drawn.keep_processed(torch.randn(2, VOCAB), batch) == []
     assert not head.num_rows
 
 
@@ -232,7 +235,7 @@ def test_prompt_and_sampled_logprobs_of_a_row_are_sent_together() -> None:
         reader.add_request(row)
         of_drawn.add_request(row)
     hidden = torch.randn(7, VOCAB)
-    kept = of_drawn.keep(hidden[batch.logits_indices], batch, will_change=False)
+    kept = of_drawn.keep_raw(hidden[batch.logits_indices], batch, will_change=False)
     tokens = torch.tensor([7])
     pending_extras = [*reader(hidden, batch, plan), *(some.rank(tokens) for some in kept)]
     sampled = SamplerOutput(batch, tokens, tokens, pending_extras)
