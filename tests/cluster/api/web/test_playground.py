@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -81,6 +83,21 @@ def test_a_chat_streams_and_keeps_its_history(page: Browser) -> None:
     compile(page.text("#code-text"), "snippet", "exec")
     page.click("#clear")
     assert page.run("return document.querySelectorAll('.turn').length") == 0
+
+
+def test_the_code_of_a_request_gets_the_same_answer(page: Browser) -> None:
+    page.type("#prompt", 'upper: it\'s "a"')
+    page.click("#as-code")
+    command = page.text("#code-text")
+    streamed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    lines = [line.removeprefix("data: ") for line in streamed.stdout.splitlines()]
+    chunks = [json.loads(line) for line in lines if line.startswith("{")]
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    page.click("#code-python")
+    program = [sys.executable, "-c", page.text("#code-text")]
+    printed = subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    assert text == printed == ask(page, 'upper: it\'s "a"') != ""
 
 
 def test_markup_in_an_answer_is_text(page: Browser) -> None:

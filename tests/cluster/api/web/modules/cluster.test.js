@@ -1,6 +1,8 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { drainAction, pauseAction, scaleAction } from "./static/cluster/actions.js";
+import {
+  RESUME, WAKE, drainAction, pauseAction, scaleAction, sleepAction, upgradeAction, weightsAction,
+} from "./static/cluster/actions.js";
 import { niceTop, pathOf, thinned } from "./static/cluster/charts.js";
 import { workerText } from "./static/cluster/engine_table.js";
 import { facts, obstacle, problems } from "./static/cluster/facts.js";
@@ -93,6 +95,11 @@ test("a confirmation states the effect", () => {
   assert.match(scaleAction(now, 1).effect, /^1 engine will get no new requests/);
   assert.match(drainAction(1, now.cluster).effect, /The target becomes 1 engine\./);
   assert.match(pauseAction(now).effect, /^2 running requests/);
+  assert.match(sleepAction(1).effect, /the weights move to host memory\. Requests wait for a wake-up/);
+  assert.match(sleepAction(2).effect, /Requests wait for a wake-up, which reads the weights/);
+  assert.match(weightsAction("/w").effect, /load the weights of \/w, and join again/);
+  assert.match(upgradeAction({}).effect, /the change is rolled back/);
+  for (const action of [RESUME, WAKE]) assert.equal(action.isDangerous, false);
 });
 
 test("a curve has gaps where nothing was measured", () => {
