@@ -168,7 +168,9 @@ def test_dummy_weights_need_only_a_config(folder: Path, backend: str) -> None:
     made = []
     for seed in (0, 0, 1):
         model, config = build(folder, load_format="dummy", seed=seed, backend=backend)
-        load_weights(model, config)
+        shares: list[loader.LoadShare] = []
+        nbytes = load_weights(model, config, shares.append).nbytes
+        assert shares[-1] == (nbytes, nbytes, len(shares), len(shares))
         made.append(torch.cat([p.flatten() for p in model.parameters()]))
         hidden = torch.randn(3, 128)
         assert model.compute_logits(hidden).isfinite().all()

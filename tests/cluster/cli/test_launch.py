@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,7 +26,7 @@ from swell.cluster.cli.start.ray_processes import RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
 from swell.cluster.cli.start.waiting_reason import STARTING
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
-from swell.engine.serving.start_timeline import StartTimeline
+from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 from tests.support.paths import NANO
 
 HOST = "10.1.2.3"
@@ -46,7 +47,7 @@ class FakeHandle:
     """A Serve handle whose calls return the given answers in turn and repeat the last one. None
     stands for a timeout."""
 
-    def __init__(self, *answers: IngressStatus | None) -> None:
+    def __init__(self, *answers: Any) -> None:
         self._answers = list(answers)
 
     @property
@@ -56,7 +57,7 @@ class FakeHandle:
     def remote(self) -> FakeHandle:
         return self
 
-    def result(self, timeout_s: float) -> IngressStatus:
+    def result(self, timeout_s: float) -> Any:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if answer is None:
             raise TimeoutError
@@ -249,3 +250,31 @@ def test_a_signal_while_ray_starts_ends_without_a_call_of_ray(
         host=None, port=None, config=str(NANO), set=[("serve.port", 0)], address=None
     )
     assert launch.serve(cast("Any", args)) == 0
+
+
+@pytest.mark.parametrize("explains", [True, False])
+def test_the_phases_of_the_start_are_explained_on_request(
+    monkeypatch: pytest.MonkeyPatch, serve_status: FakeServe, explains: bool
+) -> None:
+    status, engine = IngressStatus(HOST, None), {0: [StartPhase("loading weights", 2.0)]}
+    ingress = SimpleNamespace(status=FakeHandle(status), engine_starts=FakeHandle(engine))
+    serve_status.statuses.insert(0, application(ApplicationStatus.DEPLOYING, SLOW))
+    monkeypatch.setattr(launch, "application", lambda *_, **__: contextlib.nullcontext(ingress))
+    monkeypatch.setattr(launch, "_on_signals", lambda _handler: None)
+    stop, lines, clock = threading.Event(), list[str](), count()
+    monkeypatch.setattr(stop, "wait", lambda _timeout_s=None: True)
+    timeline = StartTimeline("Ray", lambda: float(next(clock)))
+    screen: Any = SimpleNamespace(state=lambda _: None, line=lines.append, timeline=timeline)
+    args = argparse.Namespace(address=None, explain_start=explains)
+    launch._serve_until(stop, load("owner/name"), args, screen, RayProcesses(), Download())
+    explained = [
+        "start: 4.0 s",
+        "     1.0 s  Ray",
+        "     1.0 s  Ray Serve",
+        "     1.0 s  manager and ingresses",
+        "     1.0 s  engines",
+        "            engine 0: 2.0 s",
+        "                 2.0 s  loading weights",
+    ]
+    shown = explained if explains else []
+    assert lines == ["ready: http://127.0.0.1:8000", *shown, lines[-1]]

@@ -84,6 +84,18 @@ def test_an_engine_listens_at_the_interface_and_has_its_share_of_the_host(
     assert ready.node == "a" and gpus == [1]
 
 
+def test_an_engine_lists_the_phases_of_its_start(shell: Any, tmp_path: Path) -> None:
+    ready = start(shell, shell._config, "1-a")
+    names = [each.phase for each in ready.start]
+    assert names[:2] == ["preparing the engine", "loading libraries"]
+    assert names[-3:] == ["loading weights", "measuring memory", "allocating the KV cache"]
+    blocks = ready.limits.num_blocks
+    assert shell.status().text == f"allocating the KV cache, {blocks} of {blocks} blocks"
+    folder = copy_of(tmp_path / "other")
+    (reading,) = start(shell, with_weights(shell, folder), "2-b").start
+    assert reading.phase == f"reading the weights of {folder}"
+
+
 def start(shell: Any, config: Config, version: str) -> EngineReady:
     ready: EngineReady = shell.start(None, config, version, shell.contact)
     return ready

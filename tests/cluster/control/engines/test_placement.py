@@ -4,6 +4,7 @@ is a table here, whose rows disappear some time after removal."""
 from __future__ import annotations
 
 import asyncio
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,7 @@ from swell.coordinator.transport.runtime import ThreadRuntime
 from swell.coordinator.wire import ClusterView
 from swell.engine.executor import ExecutorLimits
 from swell.engine.serving.actor_results import EngineReady
+from swell.engine.serving.start_timeline import StartPhase
 from tests.cluster.control.ray.fake_ray import KEYS, FakeRay
 
 VERSION = Version.of(1, "configuration", load({"model": {"path": "m"}}))
@@ -299,6 +301,30 @@ def test_an_engine_is_asked_again_while_the_connection_to_it_breaks(
         assert await ours.ended(adopted) == DEAD.args[0]
         assert broken == set() and table.ended == []
 
+    asyncio.run(scenario())
+
+
+def test_the_time_of_a_process_is_what_its_phases_leave(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same process loads other weights later, and keeps the time."""
+    create = table.create_engine
+
+    async def create_slowly(*args: Any, **engine: Any) -> str:
+        await asyncio.sleep(0.05)
+        return await create(*args, **engine)
+
+    async def scenario() -> None:
+        ours = made(FakeCoordinator(), table)
+        for loading_s, least_s, most_s in ((0.0, 0.05, math.inf), (1e6, 0.0, 0.0)):
+            phases = [StartPhase("loading weights", loading_s)]
+            table.created = msgspec.structs.replace(ready_answer(3, 1), start=phases)
+            handle = ours.plan(3, VERSION)
+            await ours.start(handle, ignore)
+            assert handle.process_s is not None and least_s <= handle.process_s <= most_s
+            assert handle.reloading(VERSION).process_s == handle.process_s
+
+    monkeypatch.setattr(table, "create_engine", create_slowly)
     asyncio.run(scenario())
 
 

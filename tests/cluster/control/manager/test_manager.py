@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
+from swell.cluster.api.admin.manager_calls import engine_starts
 from swell.cluster.control.plan.control_state import ScaleRefused
 from swell.coordinator.roster import MemberState, update_members
 from swell.coordinator.wire import ClusterView, EngineReport, WorkerReport, WorkerStatus
+from swell.engine.serving.start_timeline import StartPhase
 from tests.cluster.control.fake_manager import START_S, ManagerHarness, busy, run
 
 # -------------------------------------------------------------------------------- growing
@@ -249,6 +253,24 @@ def test_a_target_out_of_range_is_refused(engines) -> None:
 
 
 # -------------------------------------------------------------------------------- describing
+
+
+def test_the_phases_of_an_engine_begin_with_its_process() -> None:
+    """The process is missing if another manager started it."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        handle, loading = harness.manager._fleet.engines[0], StartPhase("loading weights", 2.0)
+        assert handle.ready is not None
+        handle.ready = replace(handle.ready, start=[loading])
+        manager = SimpleNamespace(describe=SimpleNamespace(remote=harness.manager.describe))
+        assert (await engine_starts(manager))[0] == [loading]
+        handle.process_s = 1.5
+        found = await engine_starts(manager)
+        assert found[0] == [StartPhase("starting the process", 1.5), loading]
+        assert [*found] == [0, 1]
+
+    run(scenario, data=2)
 
 
 def test_describe_has_all_fields_of_the_contract() -> None:
