@@ -73,22 +73,28 @@ def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
 
 
 def pack_quantized(
-    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+    weight: QuantizedTensor, dtype: torch.dtype, rounded_activations: bool = False
 ) -> PackedQuantizedTensor:
     """Returns `weight` [out, in] in the form for products of `dtype`: float32, bfloat16 or
     float16.
 
     Products use the dequantized weight, rounded to `dtype`; in `cpu` they have the bits of products
-    with it, packed. With `integer_activations` a backend may round the inputs, for speed: each
-    group of a row to integers of 8 bits and a scale, which is the group's largest magnitude / 127.
-    So input i differs by at most half the scale s(i) of its group, and output o by at most the sum
-    over i of |weight[o, i]| * s(i) / 2, besides the rounding of float32. An input that is NaN or
-    infinite then makes all outputs of its row NaN. The weight has numbers that `numbers` returns.
+    with it, packed. With `rounded_activations` a backend may round the inputs, for speed:
 
-    Backends: reference and triton (do not round inputs), cpu.
+    - `cpu` rounds each group of a row to integers of 8 bits and a scale, the group's largest
+      magnitude / 127. So input i differs by at most half the scale s(i) of its group, and output o
+      by at most the sum over i of |weight[o, i]| * s(i) / 2, besides the rounding of float32.
+    - `triton` rounds a row of bfloat16 to E4M3 and a scale, its largest magnitude / 448, if the
+      weight has E4M3 numbers with one scale for each output. So input i differs by at most the
+      larger of |x[i]| / 16 and scale / 1024. Such products are not exact.
+
+    An input that is NaN or infinite then makes all outputs of its row NaN. The weight has numbers
+    that `numbers` returns.
+
+    Backends: reference (does not round inputs), cpu, triton.
     """
     backend = backends.get("linear", weight.scales.device.type)
-    packed: PackedQuantizedTensor = backend.pack_quantized(weight, dtype, integer_activations)
+    packed: PackedQuantizedTensor = backend.pack_quantized(weight, dtype, rounded_activations)
     return packed
 
 

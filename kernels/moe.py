@@ -80,7 +80,7 @@ class ExpertTable(MutableMapping[int, tuple[Weight, Weight]]):
         sizes = weight.out_features, weight.in_features
         if isinstance(weight, PackedTensor):
             return PackedTensor, weight.dtype, *sizes
-        return PackedQuantizedTensor, weight.dtype, *sizes, weight.form, weight.integer_activations
+        return PackedQuantizedTensor, weight.dtype, *sizes, weight.form, weight.rounded_activations
 
     def refresh(self) -> None:
         """Reads the addresses again, after the weights got other memory without other tensors."""

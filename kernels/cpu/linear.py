@@ -117,11 +117,11 @@ def _in_panels(weight: Tensor) -> Tensor:
 
 
 def pack_quantized(
-    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+    weight: QuantizedTensor, dtype: torch.dtype, rounded_activations: bool = False
 ) -> PackedQuantizedTensor:
     """See `swell.kernels.linear.pack_quantized`."""
     assert weight.numbers in numbers(), weight.numbers
-    return PackedQuantizedTensor.pack(weight, PANEL, dtype, integer_activations)
+    return PackedQuantizedTensor.pack(weight, PANEL, dtype, rounded_activations)
 
 
 def numbers() -> frozenset[Numbers]:
@@ -265,4 +265,4 @@ def members_of(weight: PackedQuantizedTensor) -> tuple[int, ...]:
     """Returns the last members of `QuantizedArgs`."""
     form = weight.form
     wide_scales = form.scale_type == torch.float32
-    return form.bits, form.group, form.has_mins, wide_scales, weight.integer_activations
+    return form.bits, form.group, form.has_mins, wide_scales, weight.rounded_activations

@@ -19,10 +19,10 @@ def pack(weight: Tensor, exact: bool = False) -> Tensor:
 
 
 def pack_quantized(
-    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+    weight: QuantizedTensor, dtype: torch.dtype, rounded_activations: bool = False
 ) -> PackedQuantizedTensor:
     """See `swell.kernels.linear.pack_quantized`."""
-    return PackedQuantizedTensor.pack(weight, _PANEL, dtype, integer_activations)
+    return PackedQuantizedTensor.pack(weight, _PANEL, dtype, rounded_activations)
 
 
 def numbers() -> frozenset[Numbers]:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from swell.kernels.linear import FloatWeight, PackedTensor, Weight
 from swell.kernels.reference import linear as reference
-from swell.kernels.triton import TYPES, Tile, quantized
+from swell.kernels.triton import TYPES, Tile, float8, quantized
 from swell.kernels.weights.quantized import PackedQuantizedTensor, QuantizedTensor
 
 MANY_OUTPUTS = 4096
@@ -61,11 +61,13 @@ def pack(weight: Tensor, exact: bool = False) -> FloatWeight:
 
 
 def pack_quantized(
-    weight: QuantizedTensor, dtype: torch.dtype, integer_activations: bool = False
+    weight: QuantizedTensor, dtype: torch.dtype, rounded_activations: bool = False
 ) -> PackedQuantizedTensor:
-    """See `swell.kernels.linear.pack_quantized`; inputs are never rounded."""
+    """See `swell.kernels.linear.pack_quantized`; inputs are rounded only to E4M3."""
     assert dtype in TYPES, dtype
-    return PackedQuantizedTensor.pack(weight, quantized.PANEL, dtype, integer_activations=False)
+    if rounded_activations and (by_rows := float8.pack(weight, dtype)) is not None:
+        return by_rows
+    return PackedQuantizedTensor.pack(weight, quantized.PANEL, dtype, rounded_activations=False)
 
 
 def panel() -> None:
@@ -96,6 +98,8 @@ def linear_argmax(x: Tensor, weight: Weight, outs: int) -> tuple[Tensor, Tensor]
 
 def embedding(ids: Tensor, weight: Weight) -> Tensor:
     """See `swell.kernels.linear.embedding`."""
+    if isinstance(weight, float8.RowScaledTensor):
+        return float8.rows(ids, weight)
     if isinstance(weight, PackedQuantizedTensor):
         return quantized.rows(ids, weight, 0)
     return reference.embedding(ids, plain(weight))
@@ -103,6 +107,11 @@ def embedding(ids: Tensor, weight: Weight) -> Tensor:
 
 def embedding_part(ids: Tensor, weight: Weight, start: int) -> Tensor:
     """See `swell.kernels.linear.embedding_part`."""
+    if isinstance(weight, float8.RowScaledTensor):
+        local = ids - start
+        elsewhere = (local < 0) | (local >= weight.out_features)
+        found = float8.rows(local.masked_fill(elsewhere, 0), weight)
+        return found.masked_fill_(elsewhere.unsqueeze(-1), 0)
     if isinstance(weight, PackedQuantizedTensor):
         return quantized.rows(ids, weight, start)
     return reference.embedding_part(ids, plain(weight), start)
@@ -123,6 +132,8 @@ def _multiply(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Returns the first `outs` outputs."""
+    if isinstance(weight, float8.RowScaledTensor):
+        return float8.multiply(x, weight, bias)[..., :outs]
     if isinstance(weight, PackedQuantizedTensor):
         return quantized.multiply(x, weight, outs, bias)
     size, dtype = weight.in_features, weight.data.dtype

@@ -153,7 +153,7 @@ class PackedQuantizedTensor:
     form: QuantizedForm
     dtype: torch.dtype
     """The type of the inputs and outputs of products."""
-    integer_activations: bool
+    rounded_activations: bool
     """Whether products round the groups of their inputs to integers of 8 bits and a scale, too."""
 
     @property
@@ -162,7 +162,7 @@ class PackedQuantizedTensor:
 
     @classmethod
     def pack(
-        cls, weight: QuantizedTensor, panel: int, dtype: torch.dtype, integer_activations: bool
+        cls, weight: QuantizedTensor, panel: int, dtype: torch.dtype, rounded_activations: bool
     ) -> PackedQuantizedTensor:
         """Returns the weight in panels of this many outputs."""
         (outs, size), form = weight.integers.shape, weight.form
@@ -171,7 +171,7 @@ class PackedQuantizedTensor:
         step = max(1, _rows_bytes(weight.integers) // (8 * panel * size)) * panel
         for row in range(0, outs, step):
             data[row // panel : (row + step) // panel] = _blocks(weight.rows(row, step), panel)
-        return cls(data, outs, size, form, dtype, integer_activations)
+        return cls(data, outs, size, form, dtype, rounded_activations)
 
     def unpack(self) -> QuantizedTensor:
         """Returns the weight as it was packed."""

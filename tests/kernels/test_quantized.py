@@ -164,7 +164,7 @@ def test_integer_activations_of_cpu(dtype, form, rows, size, outs):
     group = weight.form.group
     if rows > 1:
         x[1, :group] = 0
-    packed = module.pack_quantized(weight, dtype, integer_activations=True)
+    packed = module.pack_quantized(weight, dtype, rounded_activations=True)
     found = module.linear(x, packed, bias)
     assert found.dtype == dtype and found.shape == (rows, outs)
     # The products of integers are exact; the weight is never rounded to the type.

@@ -281,3 +281,33 @@ def test_a_gpu_computes_with_exact_activations_of_each_type(form: str) -> None:
         with pytest.raises(ValueError, match=r"model\.activations=int8: only CPUs") as error:
             Packing.of(rounded, gpu, dtype)
         assert "set model.activations=exact" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype", "capability", "why"),
+    [
+        ({}, torch.bfloat16, (8, 9), None),
+        ({}, torch.bfloat16, (9, 0), None),
+        ({}, torch.bfloat16, (8, 6), r"8\.9 or later, but this one has 8\.6"),
+        ({}, torch.float16, (9, 0), "set model.dtype=bfloat16"),
+        ({"quantize": "int8"}, torch.bfloat16, (9, 0), "set model.quantize=keep"),
+        ({"exact": True}, torch.bfloat16, (9, 0), "depend on the batch"),
+    ],
+    ids=str,
+)
+def test_a_gpu_rounds_activations_to_fp8_for_weights_in_fp8(
+    given: dict[str, Any],
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    why: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    config = ModelConfig(path="m", activations="fp8", **{"quantize": "keep", **given})
+    if why is None:
+        assert Packing.of(config, torch.device("cuda"), dtype).rounded_activations
+    else:
+        with pytest.raises(ValueError, match=f"model.activations=fp8 .*{why}"):
+            Packing.of(config, torch.device("cuda"), dtype)
+    with pytest.raises(ValueError, match="needs a GPU"):
+        Packing.of(config, torch.device("cpu"), torch.bfloat16)

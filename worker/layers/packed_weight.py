@@ -19,6 +19,8 @@ HEAD_BITS = 8
 """The bits of a quantized head, and of the embedding that shares its weight. Every token depends on
 them, and their rows are the same for all layers, so 4 bits would cost more than they save."""
 _BITS = {"none": None, "keep": None, "int8": 8, "int4": 4}
+FP8_GPU = (8, 9)
+"""The oldest compute capability with products of FP8 numbers."""
 _OR_NOT = "or set model.quantize=none"
 
 
@@ -32,7 +34,7 @@ class Packing:
     """The bits of quantized weights; None: weights are not quantized after they are loaded."""
     keeps_integers: bool = False
     """Whether the weights of quantized checkpoints keep their integers."""
-    integer_activations: bool = False
+    rounded_activations: bool = False
     """See `swell.kernels.linear.pack_quantized`."""
 
     @classmethod
@@ -42,7 +44,7 @@ class Packing:
             exact=config.exact,
             bits=_BITS[config.quantize],
             keeps_integers=config.quantize == "keep",
-            integer_activations=config.activations == "int8",
+            rounded_activations=config.activations != "exact",
         )
         if packing.is_quantized:
             _refuse_unsupported(config, device, dtype)
@@ -66,9 +68,36 @@ def _refuse_unsupported(config: ModelConfig, device: torch.device, dtype: torch.
         )
     if device.type != "cpu" and config.activations == "int8":
         raise ValueError(
-            "model.activations=int8: only CPUs round activations, because GPUs would not be faster "
-            "with it; set model.activations=exact"
+            "model.activations=int8: only CPUs round activations to integers, because GPUs would "
+            "not be faster with it; set model.activations=exact"
         )
+    if config.activations == "fp8" and (why := _why_not_fp8(config, device, dtype)):
+        raise ValueError(f"model.activations=fp8 {why}, or set model.activations=exact")
+
+
+def _why_not_fp8(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why products cannot round activations to E4M3, with the way out; None: they can."""
+    if device.type != "cuda":
+        return f"needs a GPU, but model.device is {device.type}; set model.device=cuda"
+    if torch.cuda.get_device_capability(device) < FP8_GPU:
+        major, minor = torch.cuda.get_device_capability(device)
+        return (
+            f"needs a GPU of compute capability {FP8_GPU[0]}.{FP8_GPU[1]} or later, but this one "
+            f"has {major}.{minor}; use another GPU"
+        )
+    if config.quantize != "keep":
+        return (
+            f"needs the FP8 weights of a checkpoint, but model.quantize={config.quantize}; set "
+            "model.quantize=keep"
+        )
+    if dtype != torch.bfloat16:
+        return (
+            f"needs model.dtype=bfloat16, but the type of this model is "
+            f"{str(dtype).removeprefix('torch.')}; set model.dtype=bfloat16"
+        )
+    if config.exact:
+        return "has no answers for model.exact: its products depend on the batch; set it to false"
+    return None
 
 
 class Matrix(Protocol):
@@ -142,7 +171,7 @@ def pack_matrix(matrix: Matrix, packing: Packing) -> None:
     if bits is not None:
         plain = weight.unpack() if isinstance(weight, PackedTensor) else weight
         quantized = quantize(plain, bits)
-        matrix.replace(pack_quantized(quantized, plain.dtype, packing.integer_activations))
+        matrix.replace(pack_quantized(quantized, plain.dtype, packing.rounded_activations))
     elif not isinstance(weight, PackedTensor):
         matrix.replace(pack(weight, packing.exact))
 

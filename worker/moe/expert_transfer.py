@@ -55,7 +55,7 @@ def _receive(layer: MoE, empty: torch.Tensor, group: Group, source: int) -> Weig
     )
     low = mins[0] if mins else None
     quantized = QuantizedTensor(integers, scales, low, form.bits, form.numbers)
-    return pack_quantized(quantized, empty.dtype, layer.packing.integer_activations)
+    return pack_quantized(quantized, empty.dtype, layer.packing.rounded_activations)
 
 
 def _parts(weight: Weight) -> Iterator[torch.Tensor]:

@@ -122,7 +122,7 @@ class QuantizedMatrices(LoadedMatrices):
             scales=uploads.upload(integers.scales, self._device),
             mins=None if mins is None else uploads.upload(mins, self._device),
         )
-        packed = pack_quantized(integers, weight.dtype, self._packing.integer_activations)
+        packed = pack_quantized(integers, weight.dtype, self._packing.rounded_activations)
         for _, matrix in sharing:
             matrix.replace(packed)
         self._count(QuantizedBytes(weight.nbytes, packed.data.nbytes))

@@ -95,7 +95,7 @@ def store_vector(
         limit: tl.constexpr = _FLOAT8_LIMIT if is_float8 else _INT8_LIMIT
         scale = tl.where(is_zero, 0.0, tl.div_rn(largest, limit))
         quotient = tl.div_rn(tl.where(is_scaled, x, 0.0), tl.where(is_scaled, scale, 1.0))
-        rounded = _float8(quotient) if is_float8 else _int8(quotient)
+        rounded = float8(quotient) if is_float8 else _int8(quotient)
         tl.store(at, rounded.to(cache.dtype.element_ty), mask=inside)
         tl.store(_scales_of(cache, part, index, BLOCK_TOKENS, DIM), scale, mask=writes)
     else:
@@ -109,7 +109,7 @@ def _int8(x):
 
 
 @triton.jit
-def _float8(x):
+def float8(x):
     """Returns the bits of the nearest numbers; ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF

@@ -6,11 +6,13 @@ import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from swell.kernels import backends
 from swell.kernels.weights.quantized import Numbers, QuantizedTensor
+from swell.worker.layers.packed_weight import FP8_GPU
 from tests.gpu_report.engines import write_config
 from tests.gpu_report.scale import SHAPES, Figures, Scale, Shape
 from tests.gpu_report.stages import decode, prefill
@@ -19,7 +21,7 @@ from tests.gpu_report.stages import decode, prefill
 def run(scale: Scale) -> Figures:
     shape = SHAPES[scale.pick("8B", "tiny")]
     sizes = scale.pick([(1, 192), (64, 192), (64, 2048)], [(1, 8)])
-    figures = _products(scale, shape)
+    figures = _products(scale, shape) | _float8_products(scale, shape)
     with tempfile.TemporaryDirectory(prefix="swell-gpu-") as name:
         folder = write_config(Path(name), shape)
         figures |= decode.measure(scale, folder, shape, sizes, scale.pick(32, 2))
@@ -56,6 +58,36 @@ def _products(scale: Scale, shape: Shape) -> Figures:
             figures[f"{name}, {form} over bfloat16"] = round(ours / torchs, 2)
             limit = scale.times_limit(ours, packed.data.nbytes)
             figures[f"{name}, {form}, times the limit"] = limit
+    return figures
+
+
+def _float8_products(scale: Scale, shape: Shape) -> Figures:
+    """Measures products of FP8 by FP8, which are compared with those of the dequantized weight and
+    the inputs that are rounded to FP8 here. On a CPU the reference computes, without rounding."""
+    if scale.is_full and torch.cuda.get_device_capability() < FP8_GPU:
+        return {"product of FP8 by FP8": f"needs compute capability {FP8_GPU}"}
+    linear: Any = backends.get("linear", scale.device)
+    if Numbers.E4M3 not in linear.numbers():
+        linear = backends.load("reference", "linear")
+    figures: Figures = {}
+    outs, size = shape.intermediate, shape.hidden
+    weight = dict(_weights(outs, size, scale.device))[Numbers.E4M3.value]
+    weight.scales.copy_(weight.scales[:, :1].clone())
+    packed = linear.pack_quantized(weight, torch.bfloat16, rounded_activations=True)
+    plain = weight.dequantize(torch.bfloat16)
+    for rows in scale.pick((1, 16, 64, 2048), (1, 3)):
+        x = torch.randn(rows, size, device=scale.device).bfloat16()
+        scales = x.float().abs().amax(1, keepdim=True) / 448
+        rounded = (x.float() / scales).to(torch.float8_e4m3fn).float() * scales
+        wanted = scale.pick(rounded, x.float()) @ weight.dequantize(torch.float32).T
+        found = linear.linear(x, packed).float()
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2 * size**0.5 / 4)
+        name, calls = f"product of {rows} rows, FP8 by FP8", scale.pick(50, 1)
+        ours = scale.queued_seconds(partial(linear.linear, x, packed), calls)
+        torchs = scale.queued_seconds(partial(torch.nn.functional.linear, x, plain), calls)
+        figures[f"{name}, us"] = round(ours * 1e6, 1)
+        figures[f"{name} over bfloat16"] = round(ours / torchs, 2)
+        figures[f"{name}, times the limit"] = scale.times_limit(ours, packed.data.nbytes)
     return figures
 
 

@@ -28,6 +28,7 @@ from tests.kernels.triton import (
     test_bitmask,
     test_cache,
     test_exact_attention,
+    test_float8,
     test_inputs,
     test_linear,
     test_logprobs,
@@ -70,7 +71,11 @@ BUDGETS = {
     "bitmask": Budget(test_bitmask.launches, 0),
     "inputs": Budget(test_inputs.launches, 0),
     "linear": Budget(
-        lambda dtype: chain(test_linear.launches(dtype), test_quantized.launches(dtype)),
+        lambda dtype: chain(
+            test_linear.launches(dtype),
+            test_quantized.launches(dtype),
+            test_float8.launches(dtype),
+        ),
         100 << 10,
     ),
     "logprobs": Budget(test_logprobs.launches, 4 << 10),

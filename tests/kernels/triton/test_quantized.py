@@ -65,7 +65,7 @@ def empty_weight(outs: int, size: int, dtype: torch.dtype, form: Form) -> Packed
     of_weight = random_weight(1, form["group"], **form).form
     shape = outs // quantized.PANEL, size // of_weight.group, of_weight.block_bytes(quantized.PANEL)
     data = torch.empty(shape, dtype=torch.uint8)
-    return PackedQuantizedTensor(data, outs, size, of_weight, dtype, integer_activations=False)
+    return PackedQuantizedTensor(data, outs, size, of_weight, dtype, rounded_activations=False)
 
 
 def made(rows: int, size: int, outs: int, dtype: torch.dtype, form: Form) -> tuple[Tensor, Any]:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.kernels import backends
-from swell.kernels.triton import linear, quantized
+from swell.kernels.triton import float8, linear, quantized
+from swell.worker.layers import packed_weight
 from swell.worker.step import buckets
+from tests.kernels.triton.test_float8 import rounded
 from tests.worker import test_model_quantize
 from tests.worker.fixed_graphs import FixedGraphs, fixed_graphs
 from tests.worker.quantization import writers
@@ -100,6 +103,34 @@ def test_the_numbers_of_checkpoints(name: str, calls: Counter[str], tmp_path: Pa
     assert not calls
     assert_near(answers(kept, [PROMPT], **{"model.quantize": "keep"}), expected)
     assert calls["multiply"] >= 3 * 4
+
+
+@pytest.mark.parametrize("name", ["fp8-tensor", "ct-fp8-channel"])
+def test_rounded_activations(
+    name: str, calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The products of layers are those of FP8 by FP8, as on a GPU."""
+    kept, _ = copies(
+        tmp_path, writers.FORMATS[name], **{**SIZES, "hidden_size": 128, "intermediate_size": 256}
+    )
+    monkeypatch.setattr(packed_weight, "_why_not_fp8", lambda *_: None)
+    found_rows = []
+
+    def defined(
+        x: torch.Tensor, weight: float8.RowScaledTensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        found_rows.append(len(x))
+        plain = weight.unpack().dequantize(torch.float32).double()
+        y = rounded(x) @ plain.T
+        return (y if bias is None else y + bias.double()).to(x.dtype)
+
+    settings = {"model.dtype": "bfloat16", "model.quantize": "keep", "model.activations": "fp8"}
+    [[tokens, found]] = answers(kept, [PROMPT], **settings)
+    assert not calls
+    monkeypatch.setattr(float8, "multiply", defined)
+    [[wanted_tokens, wanted]] = answers(kept, [PROMPT], **settings)
+    assert tokens == wanted_tokens and len(found_rows) >= 3 * 4
+    assert all(a == pytest.approx(b, abs=0.02) for a, b in zip(found, wanted, strict=True))
 
 
 def test_steps_are_captured_and_weights_are_replaced(
