@@ -34,7 +34,7 @@ from swell.cluster.client.requests.request_history import CancelStatus
 from swell.cluster.control.engines.placement import Placement
 from swell.cluster.control.manager import ClusterManager
 from swell.cluster.control.plan.control_state import ScaleRefused
-from swell.cluster.control.plan.room import resolve_device
+from swell.cluster.control.plan.resources import resolve_device
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
 from swell.cluster.control.ray.checkpoint_writer import CheckpointWriter
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
@@ -69,7 +69,7 @@ from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import ClusterConfig, Config, ConfigError, load, parse_override
 from swell.configs.serve import ServeConfig
 from swell.configs.sleep_check import sleep_refusal
-from swell.coordinator.coordinator import find
+from swell.coordinator.actor import find
 from swell.coordinator.manager_state import Sleep
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.ports import free_port, next_free_port

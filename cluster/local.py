@@ -22,7 +22,8 @@ from swell.cluster.client.requests.pooling_outputs import (
 )
 from swell.cluster.local_engine import LocalEngine, load_local
 from swell.cluster.text.adapters import LoadedAdapters
-from swell.cluster.text.params.sampling_params import SamplingParams, bad_value
+from swell.cluster.text.errors import bad_value
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import (
     Conversation,
@@ -40,7 +41,7 @@ from swell.cluster.text.prompt.pooling_processor import (
     pooling_refusal,
 )
 from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompts, load_embeds_width
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions, Truncation
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.generation_config import read_generation_config

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from swell.cluster.client.requests.merged_outputs import MergedOutputs
 from swell.cluster.client.requests.output_processor import OutputProcessor
 from swell.cluster.client.requests.outputs import RequestOutput, RequestOutputKind
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import Config, load

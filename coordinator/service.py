@@ -16,9 +16,9 @@ import msgspec
 
 from swell.configs.runtime.log import StructuredLogger
 from swell.configs.schema import ClusterConfig
-from swell.coordinator.cluster_state import load_report_s
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, ManagerState, NotLeading
 from swell.coordinator.metrics_aggregator import MetricsAggregator
+from swell.coordinator.publisher import load_report_s
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.state_machine import (
     CoordinatorStateMachine,
@@ -315,7 +315,7 @@ class CoordinatorService:
         if self._recovering:
             left_s = self._recovery_s - self._recovery.read(now)
             return min(max(0.0, left_s), self._listen_interval_s)
-        publish_s = self._state_machine.cluster_state.wait_s(now)
+        publish_s = self._state_machine.publisher.wait_s(now)
         return min(publish_s, self._wake_interval_s, self._calls.wait_s(now))
 
     def _on_message(self, peer: bytes, message: CoordinatorMessage) -> None:

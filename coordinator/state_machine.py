@@ -20,7 +20,6 @@ import msgspec
 
 from swell.configs.schema import ClusterConfig
 from swell.coordinator import roster as rosters
-from swell.coordinator.cluster_state import ClusterState
 from swell.coordinator.manager_state import ManagerState
 from swell.coordinator.monitors.engine_monitor import STUCK_FACTOR, EngineMonitor
 from swell.coordinator.monitors.forming_monitor import (
@@ -32,6 +31,7 @@ from swell.coordinator.monitors.forming_monitor import (
     not_formed,
     not_joined,
 )
+from swell.coordinator.publisher import ViewPublisher
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wave_protocol.wave_interface import (
     CoordinatorWaves,
@@ -84,7 +84,7 @@ class CoordinatorStateMachine:
     """The state of a cluster. Methods that handle an event return the resulting commands."""
 
     def __init__(self, config: ClusterConfig, waves: CoordinatorWaves, now: float) -> None:
-        self.cluster_state = ClusterState(config, now)
+        self.publisher = ViewPublisher(config, now)
         self.waves = waves
         self.stalled_engines: list[StalledEngine] = []
         """Engines that were found stalled, the newest `MAX_STALLED`; the manager kills their
@@ -120,7 +120,7 @@ class CoordinatorStateMachine:
 
     @property
     def roster(self) -> Roster:
-        return self.cluster_state.roster
+        return self.publisher.roster
 
     @property
     def is_stable(self) -> bool:
@@ -161,7 +161,7 @@ class CoordinatorStateMachine:
     def _reports(self) -> ClusterReports:
         manager = self.manager_state
         return msgspec.structs.replace(
-            self.cluster_state.reports(),
+            self.publisher.reports(),
             wave=self.waves.wave,
             state=self.waves.group_state.value,
             stalls=self._num_stalled,
@@ -177,7 +177,7 @@ class CoordinatorStateMachine:
         together with all reports."""
         stalls = self._num_stalled
         status = self.waves.group_state, stalls, self.commit_s, self.manager_state
-        due = self.cluster_state.due(now, has_news=status != self._published)
+        due = self.publisher.due(now, has_news=status != self._published)
         if due is None or isinstance(due, EngineLoads):
             return due
         self._published = status
@@ -192,7 +192,7 @@ class CoordinatorStateMachine:
             return []
         match message:
             case EngineReport():
-                self.cluster_state.report(message, now)
+                self.publisher.report(message, now)
                 is_stepping = self.waves.lockstep and message.wave_phase == Phase.RUNNING
                 self._engine_monitor.on_report(message, now, is_stepping)
                 self._forming_monitor.on_report(message)
@@ -290,12 +290,12 @@ class CoordinatorStateMachine:
 
     def leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """Stops new requests to these engines."""
-        self.cluster_state.change(lambda roster: rosters.leave(roster, ranks), now)
+        self.publisher.change(lambda roster: rosters.leave(roster, ranks), now)
         return []
 
     def cancel_leave(self, ranks: Iterable[int], now: float) -> RankedCommands:
         """Makes engines that were leaving active again."""
-        self.cluster_state.change(lambda roster: rosters.cancel_leave(roster, ranks), now)
+        self.publisher.change(lambda roster: rosters.cancel_leave(roster, ranks), now)
         back = self.detached & set(ranks)
         self.detached -= back
         return self._sync_roster(self.waves.change(self._with(back)), now)
@@ -321,7 +321,7 @@ class CoordinatorStateMachine:
             return []
         for rank in gone:
             self._joining.pop(rank, None)
-        self.cluster_state.change(lambda roster: rosters.remove(roster, gone), now)
+        self.publisher.change(lambda roster: rosters.remove(roster, gone), now)
         self._sync_monitor(now)
         return self._sync_roster(self.waves.change(self._without(gone), lost=True), now)
 
@@ -384,7 +384,7 @@ class CoordinatorStateMachine:
     def recover(self, epoch: int, hellos: Sequence[EngineHello], now: float) -> RankedCommands:
         """Takes over the engines of an earlier coordinator; `epoch` is the newest roster epoch that
         any ingress or engine has seen."""
-        self.cluster_state.change(lambda _: rosters.of(epoch + 1, (h.member for h in hellos)), now)
+        self.publisher.change(lambda _: rosters.of(epoch + 1, (h.member for h in hellos)), now)
         self._sync_monitor(now)
         self._engine_monitor.on_hellos(self.roster.ranks, now)
         return self._sync_roster(self.waves.recover(hellos), now)
@@ -407,7 +407,7 @@ class CoordinatorStateMachine:
     def advance_epoch(self, epoch: int, now: float) -> None:
         """Moves the roster past an epoch of a predecessor that an ingress or engine has seen."""
         if epoch > self.roster.epoch:
-            self.cluster_state.change(
+            self.publisher.change(
                 lambda roster: msgspec.structs.replace(roster, epoch=epoch + 1), now
             )
 
@@ -450,15 +450,13 @@ class CoordinatorStateMachine:
             roster = rosters.remove(rosters.detach(roster, gone & self.detached), gone)
             return rosters.end_repair(roster, group)
 
-        self.cluster_state.change(step, now)
+        self.publisher.change(step, now)
         self._sync_monitor(now)
 
     def _update_member(self, rank: int, now: float, **changes: object) -> None:
         if rank in self._joining:
             self._joining[rank] = msgspec.structs.replace(self._joining[rank], **changes)
-        self.cluster_state.change(
-            lambda roster: rosters.update_members(roster, [rank], **changes), now
-        )
+        self.publisher.change(lambda roster: rosters.update_members(roster, [rank], **changes), now)
 
     def _with_store(self, command: EngineCommand) -> EngineCommand:
         """Adds the store of the first engine, at which the workers of several engines meet."""

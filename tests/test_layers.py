@@ -71,7 +71,7 @@ LIBRARIES: dict[str, list[str]] = {
         "cluster/serve_status.py",
         "cluster/control/ray/ray_cluster.py",
         "cluster/cli/*",
-        "coordinator/coordinator.py",
+        "coordinator/actor.py",
         "engine/serving/actor.py",
         "engine/executor/process_killer.py",
         "engine/executor/ray.py",
@@ -110,7 +110,7 @@ ON_A_RUNTIME: dict[str, tuple[str, ...]] = {
     "coordinator/*": (
         "coordinator/transport/authenticator.py",
         "coordinator/transport/channel.py",
-        "coordinator/coordinator.py",
+        "coordinator/actor.py",
         "coordinator/transport/runtime.py",
         "coordinator/transport/ports.py",
     ),

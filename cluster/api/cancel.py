@@ -10,10 +10,10 @@ from starlette.routing import Route
 
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.bodies.protocol_base import Body
-from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.endpoints import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.requests.request_history import CancelStatus
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.configs.runtime.secret import SecretText

@@ -13,36 +13,31 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from swell.cluster.api.admin.adapter_routes import AdapterRoutes
+from swell.cluster.api.admin.admin_routes import AdminRoutes
 from swell.cluster.api.admin.protocol import RequestStory
-from swell.cluster.api.admin.serving import AdminRoutes
 from swell.cluster.api.answers.answer_identity import AnswerIdentity
 from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.bodies.body_reader import Body, warn_of_keywords
 from swell.cluster.api.cancel import CancelRoutes
 from swell.cluster.api.chat import convert as chat_convert
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.chat.serving import ChatResponseWriter
+from swell.cluster.api.chat.writer import ChatResponseWriter
 from swell.cluster.api.completions import convert as completion_convert
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.completions.serving import CompletionResponseWriter
+from swell.cluster.api.completions.writer import CompletionResponseWriter
+from swell.cluster.api.endpoints import StripTrailingSlash, json_response, no_such_route, route
 from swell.cluster.api.live.event_routes import EventRoutes
 from swell.cluster.api.messages import convert as messages_convert
 from swell.cluster.api.messages.message import TokenCount
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.api.messages.serving import MessagesResponseWriter
+from swell.cluster.api.messages.writer import MessagesResponseWriter
 from swell.cluster.api.pooling.pooling_routes import PoolingRoutes
 from swell.cluster.api.request_context import (
     RequestContext,
     RequestContextMiddleware,
     context_of,
 )
-from swell.cluster.api.responses.routes import ResponseRoutes
-from swell.cluster.api.routing import (
-    StripTrailingSlash,
-    json_response,
-    no_such_route,
-    route,
-)
+from swell.cluster.api.responses.response_routes import ResponseRoutes
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.cluster.api.server.request_throttle import RequestThrottle
 from swell.cluster.api.server_info import NotReady, ServerRoutes

@@ -19,7 +19,8 @@ from starlette.requests import Request
 from starlette.types import Message, Send
 
 from swell.cluster.api.answers.sse import EVENT_HEADERS
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
+from swell.configs.error_text import shown
 
 EARLY_HEAD = "x-swell-early-head"
 """The header with which a client asks for an early head of an answer that is not streamed."""

@@ -14,9 +14,9 @@ from starlette.routing import Route
 from swell.cluster.api.admin import protocol as admin
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.bodies.query import checked_query
+from swell.cluster.api.endpoints import is_anthropic, json_response, route
 from swell.cluster.api.messages.model_list import QUERY, ModelInfo, model_info, model_page
 from swell.cluster.api.openapi.document import openapi_document
-from swell.cluster.api.routing import is_anthropic, json_response, route
 from swell.cluster.api.services import Services
 
 VERSION = importlib.metadata.version("swell")

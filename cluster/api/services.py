@@ -14,9 +14,9 @@ from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.request_recorder import RequestRecorder
 from swell.cluster.api.answers.serving_handler import ServingHandler
 from swell.cluster.api.bodies.body_reader import BodyReader
+from swell.cluster.api.endpoints import arm_keep_alive
 from swell.cluster.api.request_context import RequestContext, context_of
 from swell.cluster.api.resumable.resumable_answers import ResumableAnswers
-from swell.cluster.api.routing import arm_keep_alive
 from swell.cluster.api.server.access import Access
 from swell.cluster.api.tracing.exporter import make_exporter
 from swell.cluster.client.async_llm import AsyncLLM
@@ -26,7 +26,7 @@ from swell.cluster.client.requests.deadline import HEADER as TIMEOUT
 from swell.cluster.client.requests.deadline import deadline_of
 from swell.cluster.client.requests.request_history import CancelStatus as CancelStatus
 from swell.cluster.client.requests.request_history import RequestHistory
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest
 from swell.cluster.text.prompt.input_processor import AsyncInputProcessor, ProcessedRequest
 from swell.cluster.text.prompt.pooling_processor import (

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.bodies.protocol_base import Body
+from swell.cluster.api.endpoints import json_response, route
 from swell.cluster.api.request_context import context_of
-from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import Conversation, Prompt
 from swell.cluster.text.prompt.truncation import TokenizeOptions

@@ -35,7 +35,7 @@ from swell.cluster.control.ray.http_port import (
     with_chosen_port,
 )
 from swell.cluster.port_claim import PortClaim, PortClaims
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.files.gguf.unpacked import remove_unused
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
 from swell.engine.serving.start_timeline import StartPhase, StartTimeline

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.progress import DownloadColumn, Progress
 
 from swell.cluster.cli.generate import quiet_transformers
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.runtime.process import prepare_for_torch
 from swell.configs.schema import ConfigError, load
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from swell.cluster.control import cluster_status
 from swell.cluster.control.engines.fleet import Fleet
 from swell.cluster.control.engines.placement import Placement
-from swell.cluster.control.plan import control_state, room
+from swell.cluster.control.plan import control_state, resources
 from swell.cluster.control.plan.autoscaler import Autoscaler
 from swell.cluster.control.plan.control_state import ControlState, Leadership
 from swell.cluster.control.plan.load_signals import LoadSeries
@@ -101,7 +101,7 @@ class Elasticity:
 
     def describe(self) -> JsonObject:
         """Returns parts of the body of `GET /admin/cluster`."""
-        bundle, count = room.bundles(self._wanted()[1])
+        bundle, count = resources.bundles(self._wanted()[1])
         now = asyncio.get_running_loop().time()
         return {
             "autoscaling": cluster_status.autoscaling(self._autoscaler, self._config, now),

@@ -12,7 +12,7 @@ import msgspec
 
 from swell.cluster.control.plan.upgrade import UpgradeRefused
 from swell.cluster.control.plan.versions import Version
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.cluster.text.prompt.tokenizer_files import text_digest, text_files
 from swell.configs.config_hash import cluster_id, config_hash, versioned_keys
 from swell.configs.files.model_path import local_folder

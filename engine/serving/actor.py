@@ -18,7 +18,7 @@ from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, other_ports
 from swell.configs.runtime.process import freeze_gc
 from swell.configs.schema import Config
-from swell.coordinator.coordinator import find
+from swell.coordinator.actor import find
 from swell.coordinator.manager_state import NO_MANAGER, ManagerId, NotLeading
 from swell.coordinator.transport.coordinator_contact import CoordinatorContact
 from swell.coordinator.transport.runtime import ThreadRuntime

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import uvloop
 
-from swell.cluster.api.chat.serving import ChatStream
+from swell.cluster.api.chat.writer import ChatStream
 from swell.cluster.api.ingress import build_ingress
 from swell.cluster.client.engine_connection import EngineId, EngineListener
 from swell.cluster.client.engine_core_client import MetricsExchange

@@ -14,7 +14,7 @@ from swell.cluster.cli.main import main
 from swell.cluster.control.plan.upgrade import UpgradeRefused
 from swell.cluster.control.upgrade_check import cluster_id_of, upgraded
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.cluster.text.prompt.tokenizer_files import text_files
 from swell.configs.files.gguf.unpacked import COMPLETE

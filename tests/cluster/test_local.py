@@ -15,7 +15,7 @@ import torch
 
 from swell.cluster.client.requests.output_processor import RequestState
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.validate_params import MAX_VOCABULARY_LOGPROBS
 from swell.cluster.text.tokens.tokenizer import load_tokenizer
 from swell.configs.schema import ConfigError

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from swell.cluster.local import LLM
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from tests.support.weights.pooled_models import TEXTS, make, pooled
 
 pytestmark = pytest.mark.slow

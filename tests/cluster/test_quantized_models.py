@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.quantization.methods import METHODS
 from swell.configs.schema import ConfigError, load
 from swell.worker.hf_config import load_config

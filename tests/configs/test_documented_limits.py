@@ -6,13 +6,13 @@ import re
 
 import pytest
 
-from swell.cluster.api.admin import serving
+from swell.cluster.api.admin import admin_routes
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.cli.doctor.probes import ray_hosts
 from swell.cluster.client.routing.admission import WINDOW_S
 from swell.cluster.control.engines import placement
 from swell.cluster.control.plan import autoscaler, backoff, load_signals, node_drains
-from swell.cluster.text import partial_json
+from swell.cluster.text import partial_arguments
 from swell.cluster.text.json_grammar import number_ranges, object_merging, string_terminals
 from swell.cluster.text.schema import json_size, strict_json
 from swell.configs import schema
@@ -43,7 +43,7 @@ LIMITS = {
         f"{COUNTS[int(backoff._LONGEST_S / 60)]} minutes after the last attempt at the latest",
     ],
     "security": [
-        f"Bodies of the admin API have at most {serving._MAX_BODY_BYTES // 1024} KiB",
+        f"Bodies of the admin API have at most {admin_routes._MAX_BODY_BYTES // 1024} KiB",
         f"more than {strict_json.MAX_DEPTH} objects and arrays in each other",
         f"have at most {yaml_text.MAX_YAML_BYTES // 1024} KiB, {yaml_text.MAX_DEPTH} levels, and "
         f"{yaml_text.MAX_NODES:,} keys and values",
@@ -65,7 +65,7 @@ LIMITS = {
         f"are at most 10^{len(str(string_terminals.MAX_MULTIPLE)) - 1}",
     ],
     "limits": [
-        f"{partial_json.MAX_DEPTH} objects and arrays in each other, "
+        f"{partial_arguments.MAX_DEPTH} objects and arrays in each other, "
         f"{json_size.MAX_NUMBER_CHARS} characters a number; under a grammar "
         f"{number_ranges.MAX_INT_DIGITS} digits before the point and "
         f"{number_ranges.MAX_FRACTION_DIGITS} after it",

@@ -522,7 +522,7 @@ def test_the_epoch_advances_past_a_reported_one(dense) -> None:
     assert dense.roster.epoch == 1
     dense.advance_epoch(9, 0.0)
     assert (dense.roster.epoch, dense.roster.ranks) == (10, [0])
-    assert dense.cluster_state.due(0.0) is not None, "and it is commands"
+    assert dense.publisher.due(0.0) is not None, "and it is commands"
 
 
 def test_the_names_of_adapters_reach_ingresses_without_a_new_roster(dense) -> None:

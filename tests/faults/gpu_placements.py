@@ -20,7 +20,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
-from swell.cluster.control.plan.room import bundles
+from swell.cluster.control.plan.resources import bundles
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import make_keys

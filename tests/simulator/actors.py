@@ -65,7 +65,7 @@ Done = Callable[[Any], None]
 
 
 class SimCoordinator(CoordinatorService):
-    """Simulates `coordinator/coordinator.py`. Its calls return what a caller awaits."""
+    """Simulates `coordinator/actor.py`. Its calls return what a caller awaits."""
 
     runtime_class: type[SimRuntime] = SimRuntime
 
@@ -95,7 +95,7 @@ class SimCoordinator(CoordinatorService):
     def _observe_state_machine(self) -> None:
         plane, machine = self._plane, self._state_machine
         detach, cancel_leave, join = machine.detach, machine.cancel_leave, machine.join
-        change = machine.cluster_state.change
+        change = machine.publisher.change
 
         def observed_detach(ranks: Iterable[int], now: float) -> RankedCommands:
             for call in plane.on_detach:
@@ -136,7 +136,7 @@ class SimCoordinator(CoordinatorService):
         machine.join = observed_join  # type: ignore[method-assign]
         machine.detach = observed_detach  # type: ignore[method-assign]
         machine.cancel_leave = observed_cancel  # type: ignore[method-assign]
-        machine.cluster_state.change = observed_change  # type: ignore[method-assign]
+        machine.publisher.change = observed_change  # type: ignore[method-assign]
 
     @property
     def machine_view(self) -> ClusterView:
@@ -191,7 +191,7 @@ class SimCoordinator(CoordinatorService):
 
 
 def finder(plane: ControlPlane, process: Process, known: CoordinatorContact) -> FindCoordinator:
-    """Returns a function like `find` in `coordinator/coordinator.py`."""
+    """Returns a function like `find` in `coordinator/actor.py`."""
     ray = SimRay(plane.ray, process)
 
     async def find() -> CoordinatorContact | None:

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.engine.executor import ExecutorError
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, AdapterSlots, NoAdapters

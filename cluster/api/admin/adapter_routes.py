@@ -14,18 +14,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.admin import change_requests as changes
+from swell.cluster.api.admin.admin_routes import check_literal
 from swell.cluster.api.admin.manager_calls import call_manager
 from swell.cluster.api.admin.protocol import NOT_STORED, ChangeResult
-from swell.cluster.api.admin.serving import check_literal
 from swell.cluster.api.bodies.body_reader import read_short_body
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.bodies.query import checked_query
-from swell.cluster.api.routing import route
+from swell.cluster.api.endpoints import route
 from swell.cluster.api.services import Services
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.strict_json import check_strict
+from swell.configs.error_text import shown
 from swell.configs.files.adapter_files import check_adapter
 from swell.configs.lora import Adapter
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls

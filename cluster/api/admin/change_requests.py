@@ -6,9 +6,10 @@ import math
 import re
 from typing import Any, Literal
 
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.params.validate_params import Integers
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.error_text import shown
 from swell.configs.lora import MAX_NAME_CHARS
 from swell.configs.schema import MAX_DRAIN_S, ConfigError
 from swell.configs.schema import check as check_config

@@ -21,8 +21,8 @@ from swell.cluster.api.answers.response_writer import (
     ResponseWriter,
     usage_of,
 )
+from swell.cluster.api.endpoints import json_response
 from swell.cluster.api.request_context import RequestContext
-from swell.cluster.api.routing import json_response
 from swell.cluster.client.async_llm import AsyncLLM
 from swell.cluster.client.requests.answer_version import AnswerVersion
 from swell.cluster.client.requests.merged_outputs import MergedOutputs, OutputsInTurn
@@ -34,7 +34,7 @@ from swell.cluster.client.requests.outputs import (
 )
 from swell.cluster.client.requests.request_history import RequestRecord
 from swell.cluster.client.requests.request_state import RequestCancelled, RequestState
-from swell.cluster.text.params.sampling_params import bad_value
+from swell.cluster.text.errors import bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.thread_offload import OffloadPool
 

@@ -12,10 +12,10 @@ from starlette.requests import Request
 from swell.cluster.api.bodies.content_encoding import body_decoder
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.request_context import RequestContext, context_of
-from swell.cluster.text.params.sampling_params import shown
 from swell.cluster.text.prompt.thread_offload import OffloadPool
 from swell.cluster.text.schema.decode import read
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.error_text import shown
 from swell.configs.schema import ServeConfig
 
 Body = TypeVar("Body", bound=RequestBody)

@@ -14,7 +14,8 @@ from typing import Any
 from starlette.requests import Request
 
 from swell.cluster.api.bodies.http_errors import HTTPError
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
+from swell.configs.error_text import shown
 
 DECODED_CHUNK_BYTES = 64 * 1024
 """The size of a piece, which decompresses in some 0.1 ms; the event loop gets its turn between two

@@ -8,18 +8,13 @@ from typing import Any, ClassVar, Literal
 
 from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routing
 from swell.cluster.api.bodies.timings import IncludeTimings
+from swell.cluster.text.errors import BadRequest, Field, bad_value
 from swell.cluster.text.json_types import JsonSchema, JsonValue
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    Field,
-    SamplingParams,
-    StructuredOutputs,
-    bad_value,
-    shown,
-)
+from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.prompt.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.error_text import shown
 
 SESSION_PREFIX = "sess_"
 """The prefix of session ids."""

@@ -15,7 +15,7 @@ from swell.cluster.client.requests.request_state import (
 )
 from swell.cluster.client.routing.admission import TooManyWaiting
 from swell.cluster.client.routing.router import NoEngine
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.configs.runtime.log import StructuredLogger
 
 RETRY_AFTER = {"retry-after": "1"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.field_path import MAX_PATH_CHARS
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.configs.error_text import shown
 
 
 def checked_query(request: Request, *known: str) -> dict[str, str]:

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.text.params.sampling_params import (
-    DERIVED_SALT,
-    BadRequest,
-    StructuredOutputs,
-    bad_value,
-)
+from swell.cluster.text.errors import BadRequest, bad_value
+from swell.cluster.text.params.sampling_params import DERIVED_SALT, StructuredOutputs
 from swell.cluster.text.params.validate_params import Integers
 from swell.cluster.text.schema.request_body import RequestBody
 

@@ -17,8 +17,8 @@ from swell.cluster.api.bodies.generation_body import GenerationBody
 from swell.cluster.api.bodies.protocol_base import Body, Usage
 from swell.cluster.api.bodies.routed_experts import RoutedExpertsBody
 from swell.cluster.api.bodies.timings import Timings
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.json_types import JsonObject, JsonValue
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.prompt.chat_template import THINKING_VARIABLES
 from swell.cluster.text.schema.chat_messages import (
     ChatMessage,
@@ -30,6 +30,7 @@ from swell.cluster.text.schema.chat_messages import (
 )
 from swell.cluster.text.schema.known_fields import CHAT
 from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
+from swell.configs.error_text import shown
 
 _SWITCHES = attrgetter(
     "chat_template_kwargs", "enable_thinking", "thinking", "reasoning", "reasoning_effort"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.params.sampling_params import bad_value
+from swell.cluster.text.errors import bad_value
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.prompt.generation_request import (
     MAX_PROMPTS,

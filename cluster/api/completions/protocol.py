@@ -16,7 +16,7 @@ from swell.cluster.api.bodies.generation_body import GenerationBody
 from swell.cluster.api.bodies.protocol_base import Body, Usage
 from swell.cluster.api.bodies.routed_experts import RoutedExpertsBody
 from swell.cluster.api.bodies.timings import Timings
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.prompt.generation_request import split_prompts
 from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import COMPLETIONS

@@ -8,15 +8,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from swell.cluster.api.admin.serving import check_literal
+from swell.cluster.api.admin.admin_routes import check_literal
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.sse import EVENT_HEADERS
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.bodies.query import checked_query
+from swell.cluster.api.endpoints import route
 from swell.cluster.api.live.feed import MAX_READERS, LiveFeed
-from swell.cluster.api.routing import route
 from swell.cluster.api.services import Services
-from swell.cluster.text.params.sampling_params import bad_value
+from swell.cluster.text.errors import bad_value
 
 EVENTS = "/admin/events"
 MAX_STREAM_S = 3600

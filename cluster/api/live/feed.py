@@ -26,7 +26,7 @@ from swell.cluster.api.admin.live_protocol import (
     LogEntry,
 )
 from swell.cluster.api.answers.sse import PING
-from swell.cluster.api.live.log import Observation, coordinator_answers, happened
+from swell.cluster.api.live.cluster_events import Observation, coordinator_answers, happened
 from swell.cluster.api.live.manager_poll import ManagerPoll
 from swell.cluster.api.live.rates import rates_between
 from swell.cluster.api.services import Services

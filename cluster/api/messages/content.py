@@ -33,7 +33,7 @@ from swell.cluster.api.messages.message import (
 )
 from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.parsers import deltas as parts
-from swell.cluster.text.partial_json import PartialObject, partial_object_json
+from swell.cluster.text.partial_arguments import PartialObject, partial_object_json
 
 
 def blocks(said: Iterable[parts.AnswerDelta], *, hides_thinking: bool) -> list[OutputBlock]:

@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.errors import BadRequest, bad_value
+from swell.configs.error_text import shown
 
 ANTHROPIC_VERSION = "anthropic-version"
 """The header that every request of Anthropic's clients has."""

@@ -19,8 +19,8 @@ from swell.cluster.api.messages.blocks import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.json_types import JsonSchema
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.params.validate_params import (
     MAX_STOP_CHARS,
     MAX_STOP_CHARS_TOTAL,
@@ -31,6 +31,7 @@ from swell.cluster.text.params.validate_params import (
 from swell.cluster.text.schema.chat_messages import missing_field
 from swell.cluster.text.schema.known_fields import MESSAGES
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody, neutral
+from swell.configs.error_text import shown
 
 MAX_TOOLS = 1024
 MIN_THINKING_TOKENS = 1024

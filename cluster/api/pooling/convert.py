@@ -12,7 +12,7 @@ from swell.cluster.api.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.prompt.generation_request import split_prompts
 from swell.cluster.text.prompt.pooling_processor import Input, PoolingRequest, Task
 from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation

@@ -10,6 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from swell.cluster.api.answers.disconnect import with_deadline
+from swell.cluster.api.endpoints import route
 from swell.cluster.api.pooling import convert
 from swell.cluster.api.pooling.protocol import (
     ClassifyRequest,
@@ -17,14 +18,13 @@ from swell.cluster.api.pooling.protocol import (
     RerankRequest,
     ScoreRequest,
 )
-from swell.cluster.api.pooling.serving import (
+from swell.cluster.api.pooling.writer import (
     ClassificationWriter,
     EmbeddingWriter,
     RerankWriter,
     ScoreWriter,
 )
 from swell.cluster.api.request_context import RequestContext, context_of
-from swell.cluster.api.routing import route
 from swell.cluster.api.services import Services
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, PoolingRequest

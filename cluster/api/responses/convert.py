@@ -26,8 +26,8 @@ from swell.cluster.api.responses.protocol import (
     ResponsesRequest,
     TextFormat,
 )
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.field_path import join_path, split_path
-from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema import chat_messages as chat
 
 _SHARED_FIELDS = (

@@ -20,7 +20,7 @@ from swell.cluster.api.responses.items import (
     SummaryText,
     new_id,
 )
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.schema.chat_messages import check_named, missing_field
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed

@@ -11,14 +11,15 @@ from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routi
 from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.api.responses.input_items import FORMS, read_input
 from swell.cluster.api.responses.items import Item
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.exact_numbers import encode_json
 from swell.cluster.text.json_types import JsonSchema
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.chat_messages import MAX_TOOLS, FunctionDefinition
 from swell.cluster.text.schema.decode import decode_part
 from swell.cluster.text.schema.known_fields import RESPONSES
 from swell.cluster.text.schema.request_body import NotServed, RequestBody, neutral
+from swell.configs.error_text import shown
 
 LOGPROBS = "message.output_text.logprobs"
 INCLUDE = (LOGPROBS, "reasoning.encrypted_content")

@@ -14,8 +14,8 @@ from swell.cluster.api.bodies.protocol_base import Body
 from swell.cluster.api.bodies.timings import Timings
 from swell.cluster.api.responses.items import Item, OutputItem, new_id
 from swell.cluster.api.responses.protocol import ResponsesRequest
+from swell.cluster.text.errors import bad_value
 from swell.cluster.text.exact_numbers import encode_json
-from swell.cluster.text.params.sampling_params import bad_value
 
 SentObject = Annotated[msgspec.Raw, Meta(extra_json_schema={"type": "object"})]
 """An object of the request, with all digits of its numbers."""

@@ -18,7 +18,8 @@ import re
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
+from swell.configs.error_text import shown
 
 LAST_EVENT_ID = "last-event-id"
 MAX_VERSION_CHARS = 128

@@ -29,6 +29,7 @@ from swell.cluster.api.answers.disconnect import with_deadline
 from swell.cluster.api.answers.event_stream import EventStreamResponse
 from swell.cluster.api.answers.response_writer import ENGINES, VERSION
 from swell.cluster.api.bodies.http_errors import HTTPError
+from swell.cluster.api.endpoints import json_response
 from swell.cluster.api.request_context import RequestContext, context_of
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId
 from swell.cluster.api.resumable.generation import Generation, GenerationState
@@ -40,11 +41,11 @@ from swell.cluster.api.resumable.resumable_request import (
     read_headers,
     seed_of,
 )
-from swell.cluster.api.routing import json_response
 from swell.cluster.api.store.bounded_table import table_key
 from swell.cluster.client.requests.request_state import EngineGone
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.prompt.thread_offload import OffloadPool
+from swell.configs.error_text import shown
 from swell.configs.lora import Adapter
 from swell.configs.serve import ResumableLimits
 

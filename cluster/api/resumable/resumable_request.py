@@ -11,9 +11,11 @@ from starlette.requests import Request
 
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID, EventId, parse_event_id
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.exact_numbers import encode_json
-from swell.cluster.text.params.sampling_params import SEED_BITS, BadRequest, shown
+from swell.cluster.text.params.sampling_params import SEED_BITS
 from swell.cluster.text.schema.request_body import RequestBody
+from swell.configs.error_text import shown
 
 IDEMPOTENCY_KEY = "idempotency-key"
 MAX_KEY_CHARS = 255

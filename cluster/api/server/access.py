@@ -25,7 +25,8 @@ from starlette.requests import Request
 
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.server.api_keys import ApiKeys
-from swell.cluster.text.params.sampling_params import DERIVED_SALT, shown
+from swell.cluster.text.params.sampling_params import DERIVED_SALT
+from swell.configs.error_text import shown
 from swell.configs.runtime.secret import SecretText
 from swell.configs.schema import ServeConfig
 

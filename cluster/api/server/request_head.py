@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from swell.cluster.api.bodies.http_errors import HTTPError
-from swell.cluster.text.params.sampling_params import shown
+from swell.configs.error_text import shown
 
 _CODE = "invalid_head"
 _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)

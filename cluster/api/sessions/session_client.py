@@ -31,7 +31,8 @@ from swell.cluster.api.store.session_store import (
     SessionRequest,
 )
 from swell.cluster.api.store.store_client import ReportLoop, StoreClient
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
+from swell.configs.error_text import shown
 from swell.configs.runtime.secret import SecretText
 from swell.configs.serve import SessionLimits
 

@@ -19,9 +19,9 @@ from swell.cluster.api.bodies.protocol_base import Usage
 from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.completions.serving import CompletionResponseWriter
+from swell.cluster.api.completions.writer import CompletionResponseWriter
+from swell.cluster.api.endpoints import json_response, route
 from swell.cluster.api.request_context import RequestContext
-from swell.cluster.api.routing import json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.api.sessions.protocol import (
     CreateSessionRequest,
@@ -31,7 +31,7 @@ from swell.cluster.api.sessions.protocol import (
 from swell.cluster.api.sessions.session_client import OpenChunk, SessionClient
 from swell.cluster.api.store.session_store import Session
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.generation_request import GenerationRequest, SessionPrefix
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.cluster.text.schema.decode import decode

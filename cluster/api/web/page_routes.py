@@ -15,9 +15,9 @@ from starlette.routing import Route
 
 from swell.cluster.api.bodies.http_errors import HTTPError
 from swell.cluster.api.bodies.protocol_base import Body
-from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.endpoints import json_response, route
 from swell.cluster.api.web.static_files import accepts, file_response, read_static_files
-from swell.cluster.text.params.sampling_params import shown
+from swell.configs.error_text import shown
 
 
 class Welcome(Body, kw_only=True):

@@ -8,7 +8,7 @@ from statistics import median
 
 from swell.cluster.cli.doctor.checks import Finding, Verdict, passed, problem, to_findings
 from swell.cluster.cli.doctor.facts import HTTP, FileFacts, HostFacts, Link, StartSurvey, Survey
-from swell.cluster.control.plan.room import bundles, refusal
+from swell.cluster.control.plan.resources import bundles, refusal
 from swell.cluster.text.tokens.tokenizer import TOKENIZER_FILES
 from swell.configs.schema import ClusterConfig
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 from packaging.requirements import Requirement
 
-from swell.cluster.control.plan.room import resolve_device
+from swell.cluster.control.plan.resources import resolve_device
 from swell.configs.runtime.secret import HoldsSecrets, SecretBytes
 from swell.configs.schema import Config
 

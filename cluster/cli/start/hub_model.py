@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swell.cluster.cli.start.private_home import write_problem
-from swell.cluster.text.model_folder import find_quantization, read_json
+from swell.cluster.text.model_check import find_quantization, read_json
 from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import first_line
 from swell.configs.schema import Config, ConfigError

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
+from swell.configs.error_text import shown
 
 HEADER = "x-request-timeout-s"
 MAX_TIMEOUT_S = 86_400.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from swell.cluster.control.plan.checkpoint import DrainRecord
 from swell.cluster.control.plan.fleet_view import EngineStatus, Intent, Place
 from swell.cluster.control.plan.versions import Version
-from swell.cluster.control.ray.ray_port import Actor, Group
+from swell.cluster.control.ray.ray_interface import Actor, Group
 from swell.coordinator.roster import Member, MemberState, Roster
 from swell.coordinator.wire import EngineReport
 from swell.engine.serving.actor_results import EngineReady, StartStatus

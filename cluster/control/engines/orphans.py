@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Collection
 from swell.cluster.control.cluster_status import Leftovers
 from swell.cluster.control.engines import actor_names
 from swell.cluster.control.plan.backoff import delay_s
-from swell.cluster.control.ray.ray_port import Group, RayPort
+from swell.cluster.control.ray.ray_interface import Group, RayInterface
 from swell.configs.runtime.log import StructuredLogger, first_line
 
 _TIMEOUT_S = 15.0
@@ -28,7 +28,7 @@ class OrphanCollector:
 
     def __init__(
         self,
-        ray: RayPort,
+        ray: RayInterface,
         namespace: str,
         known: Callable[[], Collection[str]],
         may_end: Callable[[], Awaitable[bool]],
@@ -137,7 +137,7 @@ class OrphanCollector:
         return bool(self._left)
 
 
-async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> None:
+async def end(ray: RayInterface, name: str, namespace: str, group: Group | None) -> None:
     """Terminate the actor with this name, if there is one, and this placement group."""
     actor = await ray.find_actor(name, namespace)
     if actor is not None:
@@ -146,7 +146,7 @@ async def end(ray: RayPort, name: str, namespace: str, group: Group | None) -> N
         await ray.remove_group(group)
 
 
-async def end_all(ray: RayPort, namespace: str) -> list[str]:
+async def end_all(ray: RayInterface, namespace: str) -> list[str]:
     """Terminate everything of an application that no longer has a manager. Returns the names."""
     actors, groups = await ray.actor_names(namespace), await ray.groups()
     names = actor_names.find_orphans(actors, groups, namespace)

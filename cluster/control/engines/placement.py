@@ -15,7 +15,7 @@ from swell.cluster.control.engines.engine_handle import (
     WeightsRefused,
 )
 from swell.cluster.control.engines.orphans import OrphanCollector
-from swell.cluster.control.plan import room
+from swell.cluster.control.plan import resources
 from swell.cluster.control.plan.fleet_view import Intent
 from swell.cluster.control.plan.versions import Version
 from swell.cluster.control.ray.actor_errors import (
@@ -26,7 +26,7 @@ from swell.cluster.control.ray.actor_errors import (
     GcsUnavailable,
 )
 from swell.cluster.control.ray.coordinator_handle import CoordinatorHandle
-from swell.cluster.control.ray.ray_port import Group, RayPort
+from swell.cluster.control.ray.ray_interface import Group, RayInterface
 from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.manager_state import NotLeading
@@ -73,7 +73,7 @@ class Placement:
         config: Config,
         namespace: str,
         coordinator: CoordinatorHandle,
-        ray: RayPort,
+        ray: RayInterface,
         runtime: Runtime,
         may_end: Callable[[], Awaitable[bool]],
     ) -> None:
@@ -105,7 +105,7 @@ class Placement:
             nodes = await self._ray.node_resources()
         except GcsUnavailable:
             return None
-        return room.refusal(version.config, nodes, engines)
+        return resources.refusal(version.config, nodes, engines)
 
     async def draining_nodes(self) -> dict[str, float]:
         """Returns nodes that Ray takes away: id -> seconds until then. Raises `GcsUnavailable`."""
@@ -262,7 +262,7 @@ class Placement:
 
     async def _reserve(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
         assert handle.version is not None
-        bundle, count = room.bundles(handle.version.config)
+        bundle, count = resources.bundles(handle.version.config)
         handle.in_doubt = True
         handle.group = await self._ray.create_group(handle.name, bundle, count)
         handle.in_doubt = False
@@ -307,7 +307,7 @@ class Placement:
         assert handle.version is not None
         if reason := await self._refusal(handle.version, 1):
             return reason
-        bundle, count = room.bundles(handle.version.config)
+        bundle, count = resources.bundles(handle.version.config)
         try:
             free = await self._ray.free_resources()
         except GcsUnavailable as error:
@@ -324,7 +324,7 @@ class Placement:
             handle.name,
             self._namespace,
             handle.group,
-            num_gpus=room.gpus_of_process(version.config),
+            num_gpus=resources.gpus_of_process(version.config),
             config=version.config,
             rank=handle.rank,
             version=version.name,
@@ -395,7 +395,8 @@ class Placement:
         return True
 
     async def kill(self, handle: EngineHandle) -> None:
-        """Kill an engine that may hang: its process first, because `RayPort.kill` takes seconds."""
+        """Kills an engine that may hang: its process first, because `RayInterface.kill` takes
+        seconds."""
         _cancel_watcher(handle)
         if handle.ended is None and not await self.may_end():
             return

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from swell.cluster.control.plan.checkpoint import ClusterCheckpoint
-from swell.cluster.control.ray.ray_port import RayPort
+from swell.cluster.control.ray.ray_interface import RayInterface
 from swell.coordinator.manager_state import DesiredState
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 
@@ -34,7 +34,7 @@ class CheckpointStore:
     it.
     """
 
-    def __init__(self, namespace: str, cluster_id: str, ray: RayPort) -> None:
+    def __init__(self, namespace: str, cluster_id: str, ray: RayInterface) -> None:
         self.cluster_id = cluster_id
         self._ray = ray
         self._key = namespace.encode()

@@ -20,7 +20,7 @@ from swell.cluster.control.ray.actor_errors import (
     GcsUnavailable,
 )
 from swell.cluster.control.ray.checkpoint_store import CheckpointStore
-from swell.cluster.control.ray.ray_port import Actor, RayPort
+from swell.cluster.control.ray.ray_interface import Actor, RayInterface
 from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.schema import Config
 from swell.coordinator.manager_state import ManagerId, ManagerState, NotLeading
@@ -46,7 +46,7 @@ class CoordinatorHandle:
         config: Config,
         namespace: str,
         checkpoints: CheckpointStore,
-        ray: RayPort,
+        ray: RayInterface,
         manager_id: Callable[[], ManagerId],
     ) -> None:
         """`manager_id`: returns the manager that sends these commands."""

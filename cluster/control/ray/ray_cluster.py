@@ -1,5 +1,5 @@
-"""Implements `RayPort` with the real Ray: the only file of the control plane that imports it. No
-decisions."""
+"""Implements `RayInterface` with the real Ray: the only file of the control plane that imports it.
+No decisions."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from swell.cluster.control.ray.actor_errors import (
     ActorUnavailable,
     GcsUnavailable,
 )
-from swell.cluster.control.ray.ray_port import Actor
+from swell.cluster.control.ray.ray_interface import Actor
 from swell.configs.runtime.network import coordinator_ports, host_address
 from swell.configs.schema import ClusterConfig, Config
-from swell.coordinator.coordinator import Coordinator
+from swell.coordinator.actor import Coordinator
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
@@ -63,7 +63,7 @@ _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.01, 0.5
 
 
 class RayCluster:
-    """The Ray cluster to which this process is connected. `RayPort` specifies the methods."""
+    """The Ray cluster to which this process is connected. `RayInterface` specifies the methods."""
 
     engine_class: Any = EngineActor
     coordinator_class: Any = Coordinator

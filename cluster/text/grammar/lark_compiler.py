@@ -6,8 +6,8 @@ import atexit
 import re
 from functools import lru_cache
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.grammar_check import GrammarChecker
-from swell.cluster.text.params.sampling_params import BadRequest
 from swell.worker.sampler_wire import GRAMMAR_LIMITS, Grammar
 
 MAX_BYTES = 256 * 1024

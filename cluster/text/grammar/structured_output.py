@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.exact_numbers import decode_json, encode_json
 from swell.cluster.text.grammar.lark_compiler import (
     MAX_BYTES,
@@ -38,12 +39,8 @@ from swell.cluster.text.json_grammar.string_patterns import (
 )
 from swell.cluster.text.json_grammar.string_terminals import LIBRARY_SCHEMA
 from swell.cluster.text.json_types import JsonSchema
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    StructuredOutputs,
-    bad_value,
-    shown,
-)
+from swell.cluster.text.params.sampling_params import StructuredOutputs
+from swell.configs.error_text import shown
 from swell.worker.sampler_wire import Grammar
 
 MAX_SCHEMA_DEPTH = 100

@@ -6,7 +6,8 @@ import re
 
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value, shown
+from swell.cluster.text.errors import BadRequest, bad_value
+from swell.configs.error_text import shown
 
 MAX_GBNF_BYTES = 32 * 1024
 """Limit on the length of a GBNF grammar: conversion is quadratic in the number of rules, and takes

@@ -7,13 +7,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    Field,
-    SamplingParams,
-    bad_value,
-    shown,
-)
+from swell.cluster.text.errors import BadRequest, Field, bad_value
+from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.configs.error_text import shown
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024

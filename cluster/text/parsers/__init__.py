@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from swell.cluster.text.parsers.base import ContentParser, Parser, ReasoningFormat
 from swell.cluster.text.parsers.deltas import Tool
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 if TYPE_CHECKING:
     from swell.cluster.text.parsers.formats.harmony import HarmonyParser

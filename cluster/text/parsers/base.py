@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from typing import Protocol
 
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, merge
-from swell.cluster.text.parsers.matching import Matcher
-from swell.cluster.text.parsers.reading import Reading, TextReader
+from swell.cluster.text.parsers.marker_search import Matcher
+from swell.cluster.text.parsers.text_reader import Reading, TextReader
 
 
 class Parser(ABC):

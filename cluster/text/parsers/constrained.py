@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from swell.cluster.text.parsers.base import AnswerReader, ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content
-from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 
 class WrappedParser(Parser):

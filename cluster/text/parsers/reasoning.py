@@ -25,7 +25,7 @@ from collections.abc import Callable
 
 from swell.cluster.text.parsers.base import AnswerReader, ContentParser, Parser
 from swell.cluster.text.parsers.deltas import AnswerDelta, Content, Reasoning, ToolCall
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 
 class ThinkParser(AnswerReader):

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest, Field, shown
+from swell.cluster.text.errors import BadRequest, Field
 from swell.cluster.text.prompt.control_tokens import ControlTokens, Segment
 from swell.cluster.text.prompt.history_form import (
     PROBE_CALL,
@@ -20,6 +20,7 @@ from swell.cluster.text.prompt.history_form import (
 )
 from swell.cluster.text.prompt.template_texts import Change, changed, own_segments, texts_of
 from swell.cluster.text.schema.chat_messages import ROLES, ChatMessage, ToolDefinition
+from swell.configs.error_text import shown
 from swell.configs.files.bounded_files import MAX_CONFIG_BYTES, read_file
 from swell.configs.schema import ConfigError
 

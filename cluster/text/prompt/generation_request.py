@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import SamplingParams, bad_value
+from swell.cluster.text.errors import bad_value
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompt

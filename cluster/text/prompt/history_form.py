@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from swell.cluster.text.json_types import JsonObject
-from swell.cluster.text.partial_json import read_partial_object
+from swell.cluster.text.partial_arguments import read_partial_object
 from swell.cluster.text.schema.chat_messages import ChatMessage, FunctionCall, MessageToolCall
 
 TemplateValues = dict[str, Any]

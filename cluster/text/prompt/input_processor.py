@@ -8,13 +8,12 @@ from functools import partial
 import msgspec
 
 from swell.cluster.text.adapters import salt_of_adapter
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.grammar.structured_output import compile_grammar
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.params.field_path import rename_roots
 from swell.cluster.text.params.sampling_params import (
-    BadRequest,
     SamplingParams,
-    bad_value,
     internal_request_id,
     sampler_params,
 )
@@ -38,7 +37,7 @@ from swell.cluster.text.prompt.prompt_embeds import (
     needs_tokens,
     salt_of,
 )
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.thread_offload import OffloadPools
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids

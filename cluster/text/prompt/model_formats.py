@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.lark_compiler import compile_lark
 from swell.cluster.text.grammar.structured_output import (
     MAX_SEARCH_S,
@@ -18,7 +19,7 @@ from swell.cluster.text.grammar.structured_output import (
 )
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
 from swell.cluster.text.json_grammar.schema_nodes import SchemaError
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.cluster.text.parsers import (
     make_parser,
     message_format,

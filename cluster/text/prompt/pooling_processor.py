@@ -13,17 +13,13 @@ from typing import Literal
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    SamplingParams,
-    bad_value,
-    internal_request_id,
-)
+from swell.cluster.text.errors import BadRequest, bad_value
+from swell.cluster.text.params.sampling_params import SamplingParams, internal_request_id
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.parsers.base import ContentParser
 from swell.cluster.text.prompt.generation_request import MAX_PROMPTS, Prompt
 from swell.cluster.text.prompt.input_processor import ProcessedRequest, check_priority
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import (
     FIT_CONTEXT,
     PLAIN_TEXT,

@@ -17,14 +17,10 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import (
-    DERIVED_SALT,
-    BadRequest,
-    SamplingParams,
-    bad_value,
-    shown,
-)
+from swell.cluster.text.errors import BadRequest, bad_value
+from swell.cluster.text.params.sampling_params import DERIVED_SALT, SamplingParams
 from swell.cluster.text.tokens.tokenizer import read_json
+from swell.configs.error_text import shown
 from swell.configs.schema import ModelConfig
 from swell.worker.sampler_wire import PromptEmbeds
 

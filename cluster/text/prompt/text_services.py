@@ -11,7 +11,7 @@ from swell.cluster.text.prompt.input_processor import InputProcessor
 from swell.cluster.text.prompt.model_formats import ModelFormats
 from swell.cluster.text.prompt.pooling_processor import PoolingProcessor, load_pooling
 from swell.cluster.text.prompt.prompt_embeds import load_embeds_width
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.generation_config import read_generation_config
 from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer, written_at

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 
 FIT_CONTEXT = -1
 """A value of `truncate_prompt_tokens`: as many tokens as the model can read."""

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest, Field, bad_value
 from swell.cluster.text.json_types import JsonObject, JsonSchema
-from swell.cluster.text.params.sampling_params import BadRequest, Field, bad_value, shown
 from swell.cluster.text.params.validate_params import check_length
 from swell.cluster.text.schema.request_body import HistoryPart, NotServed, RequestBody
+from swell.configs.error_text import shown
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that every chat template is assumed to support; the template must support any other

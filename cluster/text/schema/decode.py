@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.exact_numbers import decode_json, read_float
 from swell.cluster.text.json_types import JsonValue
 from swell.cluster.text.params.field_path import (
@@ -19,11 +20,10 @@ from swell.cluster.text.params.field_path import (
     rename_roots,
     split_path,
 )
-from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.schema.json_size import check_size
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.unknown_fields import StrippedFields, UnknownFields
-from swell.configs.error_text import did_you_mean
+from swell.configs.error_text import did_you_mean, shown
 
 Request = TypeVar("Request", bound=RequestBody)
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 
 COUNTED_BYTES = 8 * 1024
 """A shorter text is parsed without counting: it takes some milliseconds for any content."""

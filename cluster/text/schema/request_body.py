@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from swell.cluster.text.errors import bad_value
 from swell.cluster.text.json_types import JsonValue
-from swell.cluster.text.params.sampling_params import bad_value
 from swell.cluster.text.schema.known_fields import Ecosystem
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.field_path import MAX_PATH_CHARS, Key, join_path
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.configs.error_text import shown
 
 MAX_DEPTH = 16
 """Maximum nesting of objects and arrays. A configuration in its body has four levels."""

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS, Ecosystem
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, check_neutral
 

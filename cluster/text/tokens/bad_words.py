@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.params.validate_params import num_utf8_bytes
 from swell.cluster.text.tokens.tokenizer import encode_text
 from swell.engine.scheduling.request_validation import MAX_BAD_WORD_TOKENS

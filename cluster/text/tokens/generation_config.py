@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.field_path import rename_roots
-from swell.cluster.text.params.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.params.validate_params import check_ranges
 from swell.cluster.text.tokens.tokenizer import read_json
 from swell.configs.schema import ConfigError, ModelConfig

@@ -10,7 +10,7 @@ from swell.cluster.cli.main import main
 from swell.cluster.control.plan.upgrade import UpgradeRefused
 from swell.cluster.control.upgrade_check import cluster_id_of, upgraded
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.files.sharded_index import INDEX_NAME, file_names
 from swell.configs.schema import ConfigError, load
 from tests.test_layers import ROOT

@@ -17,9 +17,7 @@ from swell.cluster.client.engine_connection import EngineId
 from swell.cluster.client.metrics import PrometheusStats
 from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.client.requests.request_state import RequestState
-from swell.cluster.text.params.sampling_params import (
-    SamplingParams,
-)
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.configs.schema import load
 from swell.coordinator import roster as rosters

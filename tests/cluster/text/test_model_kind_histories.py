@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.cluster.text.schema.decode import decode
 from tests.model_kinds import MODEL_KINDS, model_kind

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from swell.cluster.local import LLM
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.configs.schema import ConfigError
 from tests.support.weights.pooled_models import FAMILIES, SIZES, TEXTS, save_tokenizer
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.files.model_path import is_path, resolved, short_name
 from swell.configs.schema import ConfigError, load
 

@@ -15,7 +15,7 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 import swell.worker.worker
-from swell.cluster.control.plan.room import bundles
+from swell.cluster.control.plan.resources import bundles
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.schema import Config, load
 from swell.coordinator.transport.channel import ChannelAddress, make_keys

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.params.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.configs.schema import load
 from swell.configs.section import ConfigError
 from swell.engine.executor import agree_limits

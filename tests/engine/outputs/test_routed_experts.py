@@ -16,7 +16,8 @@ import transformers
 from swell.cluster.client.requests.outputs import RequestOutputKind
 from swell.cluster.client.requests.routed_experts import RoutedExpertsTable
 from swell.cluster.local import LLM
-from swell.cluster.text.params.sampling_params import BadRequest, SamplingParams
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import SamplingParams
 from tests.engine.drafts.planted_drafts import Teacher, plant
 from tests.engine.engine_harness import NANO, NANO_MOE, Answer, EngineHarness, engine
 from tests.engine.outputs.features import COUNT, GREET, PROMPTS, UPPER, RequestSpec, request_spec

@@ -29,7 +29,7 @@ from tests.simulator.plants.mutations import Code, Site, find_code, instrumented
 from tests.simulator.scenario import draw
 
 MODULES = (
-    "coordinator.cluster_state",
+    "coordinator.publisher",
     "coordinator.manager_state",
     "coordinator.metrics_aggregator",
     "coordinator.monitors.engine_monitor",

@@ -1,8 +1,7 @@
 """A simulated Ray on the virtual clock: nodes, placement groups, named actors, keys and values.
 
-`ray_port.py` provides this Ray to a process. `tests/cluster/control/ray/test_ray_contract.py` runs
-the same tests with it and with the real Ray.
-"""
+`ray_interface.py` provides this Ray to a process. `tests/cluster/control/ray/test_ray_contract.py`
+runs the same tests with it and with the real Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulates `swell.cluster.control.ray.ray_port.RayPort` for one process.
+"""Simulates `swell.cluster.control.ray.ray_interface.RayInterface` for one process.
 
 Coroutines wait for the GCS, and fail after some seconds. The GCS may still execute a failed request
 later.

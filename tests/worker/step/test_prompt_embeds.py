@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.prompt_embeds import EmbedsPrompts
 from swell.worker.sample.sampler import Sampler
 from swell.worker.sampler_wire import PromptEmbeds, SamplerParams

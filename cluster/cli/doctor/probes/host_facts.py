@@ -38,7 +38,7 @@ from swell.cluster.cli.doctor.facts import (
 from swell.cluster.cli.start.private_home import home_problem, write_problem
 from swell.cluster.control.ray.http_port import claim_port, listening_host
 from swell.cluster.port_claim import PortClaims
-from swell.cluster.text.model_folder import check
+from swell.cluster.text.model_check import check
 from swell.configs.files.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from swell.configs.files.gguf.header import part_paths
 from swell.configs.files.model_path import GGUF

@@ -13,7 +13,7 @@ from __future__ import annotations
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
 from swell.cluster.text.parsers.notations.json_call import DELIMITED_NAME, JsonCall
 from swell.cluster.text.parsers.notations.sections import SectionParser
-from swell.cluster.text.parsers.reading import Reading
+from swell.cluster.text.parsers.text_reader import Reading
 
 SECTION, SECTION_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, SEP, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.notations.notation import FUNCTION_GEMMA, GEMMA4, NotationCall
 from swell.cluster.text.parsers.notations.notation_grammar import gemma_calls
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 
 class FunctionGemmaParser(ToolParser):

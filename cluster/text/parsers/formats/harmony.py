@@ -22,9 +22,9 @@ from collections.abc import Callable, Mapping, Sequence
 from swell.cluster.text.parsers.answer_grammar import MessageGrammar
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Reasoning, Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, marker_expression
-from swell.cluster.text.parsers.matching import Matcher
-from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.marker_search import Matcher
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, RETURN = "<|constrain|>", "<|return|>"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.notations.json_call import CallReader
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

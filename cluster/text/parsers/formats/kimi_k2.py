@@ -16,7 +16,7 @@ from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder, literal
 from swell.cluster.text.parsers.notations.json_call import DELIMITED_NAME, JsonCall
 from swell.cluster.text.parsers.notations.sections import SectionParser
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 CALL, CALL_END = "<|tool_call_begin|>", "<|tool_call_end|>"

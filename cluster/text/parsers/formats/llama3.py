@@ -18,15 +18,15 @@ import json
 import re
 from collections.abc import Callable, Container, Sequence
 
-from swell.cluster.text.parsers.calls import Call
+from swell.cluster.text.parsers.call_reader import Call
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.matching import SPACE, Matcher
+from swell.cluster.text.parsers.marker_search import SPACE, Matcher
 from swell.cluster.text.parsers.notations.json_call import CallReader, JsonCall
 from swell.cluster.text.parsers.notations.notation import PYTHON, NotationCall
-from swell.cluster.text.parsers.notations.values import json_escaped
-from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.notations.typed_text import json_escaped
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 PYTHON_TAG, PYTHON_START, PYTHON_END = "<|python_tag|>", "<|python_start|>", "<|python_end|>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -16,7 +16,7 @@ from random import Random
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.notations.json_call import CallReader, JsonCall
 from swell.cluster.text.parsers.notations.lists import ListParser
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 TOOL_CALLS, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"

@@ -6,7 +6,7 @@ from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.notations.lists import ListParser
 from swell.cluster.text.parsers.notations.notation import PYTHON, NotationCall
 from swell.cluster.text.parsers.notations.notation_grammar import python_calls
-from swell.cluster.text.parsers.reading import Reading
+from swell.cluster.text.parsers.text_reader import Reading
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
 TOOL_CODE, FENCE = "```tool_code", "```"

@@ -13,14 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Container
 
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
+from swell.cluster.text.parsers.call_reader import MAX_NAME_CHARS, Call
 from swell.cluster.text.parsers.notations.json_values import (
     IN_STRING,
     ScalarValue,
     StringArguments,
     StringValue,
 )
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 DELIMITED_NAME = re.compile(rf"[^\s<>]{{0,{MAX_NAME_CHARS + 1}}}")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from swell.cluster.text.parsers.notations.structure import StructureReader
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 JSON_TYPES = frozenset(("object", "array", "string", "number", "boolean", "null"))
 

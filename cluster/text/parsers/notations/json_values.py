@@ -6,9 +6,9 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping
 
-from swell.cluster.text.parsers.matching import end_of
-from swell.cluster.text.parsers.notations.values import TypedText
-from swell.cluster.text.parsers.reading import Reading, TextReader
+from swell.cluster.text.parsers.marker_search import end_of
+from swell.cluster.text.parsers.notations.typed_text import TypedText
+from swell.cluster.text.parsers.text_reader import Reading, TextReader
 
 REPLACEMENT = "\ufffd"
 HEX = frozenset("0123456789abcdefABCDEF")

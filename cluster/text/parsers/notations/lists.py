@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from swell.cluster.text.parsers.calls import Call
-from swell.cluster.text.parsers.matching import SPACE
-from swell.cluster.text.parsers.reading import Reading
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.call_reader import Call
+from swell.cluster.text.parsers.marker_search import SPACE
+from swell.cluster.text.parsers.text_reader import Reading
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 
 class ListParser(ToolParser):

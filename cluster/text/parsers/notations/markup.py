@@ -4,9 +4,8 @@ r"""Calls with one markup element for each argument.
                 ╰── head ───╯  ╰─── key ────╯ ╰value, its end╯  ╰─ end ──╯
 
 Qwen3-Coder, GLM, MiniMax and DeepSeek V3.2 differ in the texts between the elements, which `Markup`
-names. The schema of a parameter decides what the text of a value means (`values.py`). The output is
-a JSON object, which is closed only if the model closes its call.
-"""
+names. The schema of a parameter decides what the text of a value means (`typed_text.py`). The
+output is a JSON object, which is closed only if the model closes its call."""
 
 from __future__ import annotations
 
@@ -15,20 +14,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from swell.cluster.text.parsers.calls import MAX_NAME_CHARS, Call
+from swell.cluster.text.parsers.call_reader import MAX_NAME_CHARS, Call
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.marker_search import Matcher
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES
 from swell.cluster.text.parsers.notations.markup_grammar import markup_calls
 from swell.cluster.text.parsers.notations.sections import SectionParser
-from swell.cluster.text.parsers.notations.values import (
+from swell.cluster.text.parsers.notations.typed_text import (
     STRING,
     TypedText,
     json_escaped,
     parameter_types,
 )
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 _NAME = re.compile(rf'[^\s<>"]{{0,{MAX_NAME_CHARS + 1}}}')
 _KEY = re.compile(rf'[^\r\n<>"]{{0,{MAX_NAME_CHARS + 1}}}')

@@ -37,7 +37,7 @@ from swell.cluster.text.parsers.notations.text_grammar import (
     split_schema,
     with_definitions,
 )
-from swell.cluster.text.parsers.notations.values import STRING, schema_types
+from swell.cluster.text.parsers.notations.typed_text import STRING, schema_types
 
 if TYPE_CHECKING:
     from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser

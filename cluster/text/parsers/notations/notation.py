@@ -14,15 +14,15 @@ from collections.abc import Mapping
 
 import msgspec
 
-from swell.cluster.text.parsers.calls import Call
-from swell.cluster.text.parsers.notations.notation_values import (
+from swell.cluster.text.parsers.call_reader import Call
+from swell.cluster.text.parsers.notations.scalar_readers import (
     BareKey,
     BareScalar,
     DelimitedString,
     QuotedString,
 )
 from swell.cluster.text.parsers.notations.structure import StructureReader
-from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
+from swell.cluster.text.parsers.text_reader import NotRead, Reading, TextReader
 
 _NAME = re.compile(r"[-.\w]*")
 

@@ -24,7 +24,7 @@ from swell.cluster.text.parsers.notations.text_grammar import (
     OBJECT_KEYWORDS,
     with_definitions,
 )
-from swell.cluster.text.parsers.notations.values import resolve
+from swell.cluster.text.parsers.notations.typed_text import resolve
 
 MAX_DEPTH = 32
 """Limit on the nesting of values in a schema."""

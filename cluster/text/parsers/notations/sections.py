@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from swell.cluster.text.parsers.calls import Call
-from swell.cluster.text.parsers.reading import NotRead, Reading
-from swell.cluster.text.parsers.tools import ToolParser
+from swell.cluster.text.parsers.call_reader import Call
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
+from swell.cluster.text.parsers.tool_parser import ToolParser
 
 
 class SectionParser(ToolParser):

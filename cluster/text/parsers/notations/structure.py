@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from swell.cluster.text.parsers.matching import SPACE
-from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
+from swell.cluster.text.parsers.marker_search import SPACE
+from swell.cluster.text.parsers.text_reader import NotRead, Reading, TextReader
 
 
 class StructureReader(TextReader):

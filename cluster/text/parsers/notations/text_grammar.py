@@ -14,7 +14,7 @@ from swell.cluster.text.json_grammar.string_patterns import search_expression
 from swell.cluster.text.json_types import JsonObject, JsonSchema
 from swell.cluster.text.parsers import grammar
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES, JsonChecker
-from swell.cluster.text.parsers.notations.values import (
+from swell.cluster.text.parsers.notations.typed_text import (
     MAX_SCHEMA_NODES,
     STRING,
     resolve,

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import inspect
 from starlette.routing import Route
 
-from swell.cluster.api.admin.serving import AdminRoutes
+from swell.cluster.api.admin.admin_routes import AdminRoutes
 from swell.cluster.api.bodies.protocol_base import ErrorBody
 from swell.cluster.api.live.event_routes import EventRoutes
 from swell.cluster.api.openapi.operations import OPERATIONS, Operation

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import inspect
 
-from swell.cluster.api.admin import serving
+from swell.cluster.api.admin.admin_routes import _MAX_BODY_BYTES
 from swell.cluster.api.admin.change_requests import MAX_PATH_CHARS
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.strict_json import MAX_DEPTH, check_strict
 from swell.configs.schema import Config
 from tests.cluster.api.admin.admin_server import (
@@ -33,7 +33,7 @@ from tests.configs.files.test_yaml_text import bounds_of
 pytestmark = pytest.mark.slow
 
 FIELDS = [(route, field) for route in POSTS for field in route.fields]
-LIMIT = serving._MAX_BODY_BYTES
+LIMIT = _MAX_BODY_BYTES
 DEEP = 10_000
 NO_JSON = ("NaN", "Infinity", "-Infinity", "nan", "undefined", "'1'", "01", "+1", "1.", ".5", "0x1")
 BEYOND = ("1e400", "-1e400", "9" * 400, "9" * 5000, "1" + "0" * 60_000, "1e" + "9" * 5000)

@@ -13,7 +13,7 @@ import pytest
 from anthropic.types import ModelInfo
 
 from swell.cluster.api.messages.model_list import model_info, model_page
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.coordinator.wire import EngineReport
 from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.text import tokenizers_for_tests

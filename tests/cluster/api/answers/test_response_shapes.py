@@ -17,7 +17,7 @@ from swell.cluster.api.answers.response_writer import usage_of
 from swell.cluster.api.messages.content import call_id, tool_use_id
 from swell.cluster.api.messages.convert import chat_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.messages.serving import MessagesResponseWriter
+from swell.cluster.api.messages.writer import MessagesResponseWriter
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.schema.decode import decode

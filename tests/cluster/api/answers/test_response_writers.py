@@ -16,9 +16,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from swell.cluster.api.answers.response_writer import ResponseWriter, usage_of
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.api.chat.serving import ChatResponseWriter
+from swell.cluster.api.chat.writer import ChatResponseWriter
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.api.completions.serving import CompletionResponseWriter
+from swell.cluster.api.completions.writer import CompletionResponseWriter
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.schema.decode import decode

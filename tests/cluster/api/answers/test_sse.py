@@ -30,9 +30,9 @@ from swell.cluster.api.chat.protocol import (
     FunctionDelta,
     ToolCallDelta,
 )
-from swell.cluster.api.chat.serving import ChatStream
+from swell.cluster.api.chat.writer import ChatStream
 from swell.cluster.api.completions.protocol import CompletionChunk, CompletionChunkChoice
-from swell.cluster.api.completions.serving import CompletionStream
+from swell.cluster.api.completions.writer import CompletionStream
 from swell.cluster.api.messages.message import BlockDelta, TextDelta
 
 TEXT = st.text(max_size=5)

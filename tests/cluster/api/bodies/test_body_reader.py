@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema import json_size as body_size
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.json_size import (

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swell.cluster.api.bodies.content_encoding import DECODED_CHUNK_BYTES, MAX_MEMBERS, ZlibDecoder
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 
 
 def raw(data: bytes) -> bytes:

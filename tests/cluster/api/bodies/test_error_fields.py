@@ -8,8 +8,9 @@ import random
 import pytest
 
 from swell.cluster.api.responses.convert import name_of
+from swell.cluster.text.errors import BadRequest, Field
 from swell.cluster.text.params.field_path import join_path, rename_roots, split_path
-from swell.cluster.text.params.sampling_params import BadRequest, Field, SamplingParams
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.params.validate_params import validate
 
 OTHER_NAMES = rename_roots({"max_tokens": "n_predict", "repetition_penalty": "repeat_penalty"})

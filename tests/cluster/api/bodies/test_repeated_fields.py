@@ -11,7 +11,7 @@ import pytest
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.protocol import CompletionRequest
 from swell.cluster.api.openapi.operations import OPERATIONS
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import read
 from tests.cluster.api.bodies.test_request_forms import ADAPTER_BODIES, BODIES, POOLING_BODIES
 

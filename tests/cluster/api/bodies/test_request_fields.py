@@ -28,7 +28,7 @@ from swell.cluster.api.responses.protocol import (
     FunctionTool,
     ResponsesRequest,
 )
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.chat_messages import ContentPart, ToolDefinition
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import Ecosystem

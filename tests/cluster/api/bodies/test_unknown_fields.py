@@ -11,7 +11,7 @@ import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.tokenize import TokenizeRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import decode, read
 from tests.cluster.api.bodies.test_request_fields import HELLO, MINIMAL
 

@@ -15,7 +15,7 @@ import pytest
 
 from swell.cluster.api.admin.protocol import ClusterState, CoordinatorState, RescaleState
 from swell.cluster.api.live import feed as live_feed
-from swell.cluster.api.live.log import Observation, coordinator_answers, happened
+from swell.cluster.api.live.cluster_events import Observation, coordinator_answers, happened
 from swell.coordinator import roster as rosters
 from swell.coordinator.roster import Member, Roster
 from swell.coordinator.transport.channel import ChannelAddress

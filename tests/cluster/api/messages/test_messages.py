@@ -25,7 +25,7 @@ from pydantic import BaseModel, TypeAdapter
 from swell.cluster.api.answers.response_writer import stream_usage, usage_of
 from swell.cluster.api.bodies.http_errors import error_info
 from swell.cluster.api.messages.protocol import MessagesRequest
-from swell.cluster.api.messages.serving import MessagesResponseWriter
+from swell.cluster.api.messages.writer import MessagesResponseWriter
 from swell.cluster.client.requests.outputs import CompletionOutput, RequestOutput
 from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.parsers import make_parser

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from swell.cluster.api.bodies.generation_body import STRUCTURED_OUTPUT_ALIASES
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.api.bodies.field_lists import ROUTES, SERVERS
 from tests.cluster.api.openapi.field_page import KINDS, PAGE, PATHS, does, names, page

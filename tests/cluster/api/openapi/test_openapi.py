@@ -19,7 +19,7 @@ from swell.cluster.api.chat.protocol import ChatCompletionRequest as CHAT
 from swell.cluster.api.ingress import Ingress
 from swell.cluster.api.openapi.document import openapi_document
 from swell.cluster.api.services import Services
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.text_services import TextServices
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.tokens.detokenizer import Detokenizer

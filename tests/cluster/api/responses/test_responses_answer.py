@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from swell.cluster.api.bodies.protocol_base import usage
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response
-from swell.cluster.api.responses.serving import ResponsesWriter
+from swell.cluster.api.responses.writer import ResponsesWriter
 from swell.cluster.client.requests.outputs import CompletionOutput, LogprobTable, RequestOutput
 from swell.cluster.client.requests.request_state import EngineGone
 from swell.cluster.text.parsers import make_parser

@@ -24,7 +24,7 @@ from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.responses.response import begin_response, item_list
 from swell.cluster.api.store.response_store import Job
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.chat_messages import ChatMessage, NamedToolChoice, call_rules
 from swell.cluster.text.schema.decode import decode
 

@@ -12,7 +12,7 @@ from swell.cluster.api.resumable.event_id import AnswerOrigin, EventId, parse_ev
 from swell.cluster.api.resumable.generation import Generation, GenerationState
 from swell.cluster.api.resumable.generation_table import GenerationTable
 from swell.cluster.api.store.bounded_table import owner_of, table_key
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.configs.serve import ResumableLimits
 
 LIMITS = ResumableLimits(

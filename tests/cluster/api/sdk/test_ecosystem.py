@@ -15,7 +15,8 @@ from tokenizers import processors
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
 from swell.cluster.api.completions.convert import to_generation_request
 from swell.cluster.api.completions.protocol import CompletionRequest
-from swell.cluster.text.params.sampling_params import BadRequest, sampler_params
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import sampler_params
 from swell.cluster.text.schema.decode import decode
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests

@@ -15,9 +15,9 @@ from jiter import from_json
 from swell.cluster.api.messages.content import blocks
 from swell.cluster.api.messages.convert import chat_messages, conversation, to_generation_request
 from swell.cluster.api.messages.protocol import CountTokensRequest, MessagesRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.parsers import deltas
-from swell.cluster.text.partial_json import (
+from swell.cluster.text.partial_arguments import (
     MAX_DEPTH,
     PartialObject,
     partial_object_json,

@@ -23,7 +23,7 @@ from swell.cluster.api.chat.protocol import (
 )
 from swell.cluster.api.completions.protocol import Completion, CompletionChoice, CompletionRequest
 from swell.cluster.api.tokenize import DetokenizeRequest, TokenizeRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import not_served
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from swell.cluster.api.admin import serving as admin
+from swell.cluster.api.admin import admin_routes
 from swell.cluster.api.openapi.operations import OPERATIONS
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.configs.schema import ConfigError, load
@@ -113,7 +113,9 @@ def test_the_admin_api_has_no_cors_headers(
     folder: Path, settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds for every spelling of the path and for any setting of `serve.allowed_origins`."""
-    monkeypatch.setattr(admin, "_ENGINE_CALL_TIMEOUT_S", 0.05)  # the engine here answers no calls
+    monkeypatch.setattr(
+        admin_routes, "_ENGINE_CALL_TIMEOUT_S", 0.05
+    )  # the engine here answers no calls
     paths = [*ADMIN, *(f"{path}/" for path in ADMIN), "/admin", "/%61dmin/cluster"]
     response = [preflight(path, PAGE) for path in paths]
     response += [call(path, PAGE) for path in ADMIN]

@@ -12,8 +12,8 @@ import pytest
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
+from swell.cluster.api.endpoints import StripTrailingSlash, no_such_route
 from swell.cluster.api.request_context import RequestContextMiddleware
-from swell.cluster.api.routing import StripTrailingSlash, no_such_route
 from swell.cluster.api.web.page_routes import PageRoutes
 from swell.cluster.api.web.static_files import FOLDER, MAX_BYTES, read_static_files
 

@@ -21,9 +21,7 @@ from swell.cluster.client.requests.outputs import (
     RequestOutput,
     RequestOutputKind,
 )
-from swell.cluster.text.params.sampling_params import (
-    SamplingParams,
-)
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.tokens.detokenizer import Detokenizer
 from swell.cluster.text.tokens.token_texts import TokenTexts
 from swell.engine.wire import EngineCoreOutput

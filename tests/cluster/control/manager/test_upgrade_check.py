@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.control.plan.room import resolve_device
+from swell.cluster.control.plan.resources import resolve_device
 from swell.cluster.control.plan.upgrade import UpgradeRefused, begin, take_over
 from swell.cluster.control.plan.versions import UpgradeRecord
 from swell.cluster.control.upgrade_check import (

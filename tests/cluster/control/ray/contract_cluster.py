@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from itertools import count
 from typing import Any, Protocol
 
-from swell.cluster.control.ray.ray_port import Actor, Group, RayPort
+from swell.cluster.control.ray.ray_interface import Actor, Group, RayInterface
 from swell.configs.schema import ClusterConfig, load
 from swell.coordinator.transport.channel import ChannelKeys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
@@ -22,8 +22,8 @@ _namespaces = count()
 
 
 class World(Protocol):
-    """One implementation of `RayPort`, on an empty host of its own. Its actors are small, but have
-    the same restart and retry options as ours:
+    """One implementation of `RayInterface`, on an empty host of its own. Its actors are small, but
+    have the same restart and retry options as ours:
 
     - `pid()` returns the process id, and `arguments()` the constructor's arguments.
     - `fail(text)` raises `LookupError(text)`.
@@ -31,7 +31,7 @@ class World(Protocol):
     - `ended(timeout_s)` waits, in the concurrency group of our engines' method of this name.
     """
 
-    ray: RayPort
+    ray: RayInterface
     num_cpus: float
     """The CPUs of the whole cluster."""
 

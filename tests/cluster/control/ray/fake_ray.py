@@ -14,8 +14,8 @@ KEYS = ChannelKeys(b"public", b"secret")
 
 
 class FakeRay:
-    """A fake `RayPort`, as far as these tests need it. Actors and groups are identified by name.
-    `_answer` computes the result of a call."""
+    """A fake `RayInterface`, as far as these tests need it. Actors and groups are identified by
+    name. `_answer` computes the result of a call."""
 
     node_id = "node"
 

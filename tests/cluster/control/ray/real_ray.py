@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from swell.cluster.control.ray.ray_cluster import RayCluster
-from swell.coordinator.coordinator import Coordinator
+from swell.coordinator.actor import Coordinator
 from swell.engine.serving.actor import EngineActor
 from tests.cluster.control.ray.contract_cluster import OTHER_HOST
 from tests.support.deadlines import HANG_S

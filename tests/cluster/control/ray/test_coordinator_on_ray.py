@@ -19,7 +19,7 @@ from ray._private.async_compat import has_async_methods
 from swell.cluster.control.ray import coordinator_handle
 from swell.cluster.control.ray.ray_cluster import RayCluster
 from swell.configs.schema import load
-from swell.coordinator.coordinator import Coordinator, find
+from swell.coordinator.actor import Coordinator, find
 from swell.engine.serving.actor import EngineActor
 from swell.worker.actor import WorkerActor
 

@@ -1,4 +1,5 @@
-"""The assumptions of the control plane about Ray, tested with each implementation of `RayPort`."""
+"""The assumptions of the control plane about Ray, tested with each implementation of
+`RayInterface`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import pytest
 
 from swell.cluster.control.ray.actor_errors import ActorDied, ActorError, ActorRaised
-from swell.coordinator.coordinator import Coordinator
+from swell.coordinator.actor import Coordinator
 from swell.engine.serving.actor import EngineActor
 from tests.cluster.control.ray.contract_cluster import (
     OTHER_HOST,

@@ -12,7 +12,8 @@ import jsonschema
 import pytest
 
 from swell.cluster.local import LLM, SamplingParams
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.cluster.text.parsers import tool_format
 from swell.cluster.text.parsers.deltas import Message
 from tests.cluster.text.grammar.grammar_samples import SCHEMA, TOOLS, WITH_TOOLS, request, walk

@@ -9,7 +9,7 @@ import os
 import jsonschema
 import pytest
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from tests.cluster.text.grammar.grammar_samples import WITH_TOOLS, request, walk
 from tests.support.random_schemas import random_schema
 

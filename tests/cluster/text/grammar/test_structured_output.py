@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from swell.cluster.local import LLM, SamplingParams
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.lark_compiler import MAX_BYTES, compile_lark
 from swell.cluster.text.grammar.structured_output import (
     MAX_CHOICES,
@@ -20,7 +21,7 @@ from swell.cluster.text.grammar.structured_output import (
     inline_json,
 )
 from swell.cluster.text.grammar.user_grammar import MAX_GBNF_BYTES
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.worker.sample.vocabulary import load_vocabulary
 from tests.support import paths
 from tests.support.structured_schemas import SCHEMAS

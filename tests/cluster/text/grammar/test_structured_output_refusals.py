@@ -15,9 +15,10 @@ from typing import IO
 
 import pytest
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.grammar_check import GrammarChecker
 from swell.cluster.text.grammar.structured_output import compile_grammar
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from swell.worker.sampler_wire import GRAMMAR_LIMITS
 from tests.support.structured_schemas import Schema
 

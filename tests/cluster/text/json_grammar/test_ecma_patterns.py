@@ -19,8 +19,9 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from tests.cluster.text.schema.test_schema_walks import BYTES
 
 TABLE = Path(__file__).with_name("ecma_verdicts.json")

@@ -10,8 +10,9 @@ import jsonschema
 import pytest
 from llguidance import LLMatcher
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from tests.cluster.text.schema.test_schema_walks import BYTES
 
 Schema = dict[str, Any]

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
 from swell.cluster.text.json_grammar.number_ranges import (
     MAX_EXPONENT_DIGITS,
@@ -25,7 +26,6 @@ from swell.cluster.text.json_grammar.number_ranges import (
     number_text,
 )
 from swell.cluster.text.json_grammar.schema_values import kind_of
-from swell.cluster.text.params.sampling_params import BadRequest
 from swell.cluster.text.schema.decode import decode
 
 BYTES = LLTokenizer("byte")

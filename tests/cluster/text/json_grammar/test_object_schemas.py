@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
 from swell.cluster.text.json_grammar import schema_merging
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 from tests.cluster.text.schema.test_schema_walks import BYTES, fits
 
 Schema = dict[str, Any]

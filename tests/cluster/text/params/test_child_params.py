@@ -5,11 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.params.sampling_params import (
-    SEED_BITS,
-    SamplingParams,
-    sampler_params,
-)
+from swell.cluster.text.params.sampling_params import SEED_BITS, SamplingParams, sampler_params
 
 seeds = st.none() | st.integers(-(2**63), 2**63 - 1)
 

@@ -9,11 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    SamplingParams,
-    shown,
-)
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import SamplingParams
 from swell.cluster.text.params.validate_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
@@ -23,6 +20,7 @@ from swell.cluster.text.params.validate_params import (
     MAX_TEMPERATURE,
     validate,
 )
+from swell.configs.error_text import shown
 from swell.engine.wire import EngineCoreRequest
 from tests.support.core_requests import core_request
 

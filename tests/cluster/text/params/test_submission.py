@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.params.sampling_params import (
-    BadRequest,
-    SamplingParams,
-    internal_request_id,
-)
+from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import SamplingParams, internal_request_id
 from swell.cluster.text.params.validate_params import check_num_children
 from swell.cluster.text.prompt import input_processor
 from tests.cluster.fake_cluster import FakeCluster, body, truth, until

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from swell.cluster.text.parsers.notations.json_call import CallReader, JsonCall
 from swell.cluster.text.parsers.notations.json_check import JsonChecker
 from swell.cluster.text.parsers.notations.json_values import StringArguments, StringValue
-from swell.cluster.text.parsers.reading import Reading, TextReader
+from swell.cluster.text.parsers.text_reader import Reading, TextReader
 
 pytestmark = pytest.mark.slow
 

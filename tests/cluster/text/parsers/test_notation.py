@@ -17,7 +17,7 @@ from swell.cluster.text.parsers.notations.notation import (
     Notation,
     NotationCall,
 )
-from swell.cluster.text.parsers.notations.notation_values import QuotedString, as_json_number
+from swell.cluster.text.parsers.notations.scalar_readers import QuotedString, as_json_number
 
 _KEY = st.from_regex(r"[a-z_]{1,5}", fullmatch=True)
 _TEXT = st.text(st.characters(blacklist_categories=["Cs"]), max_size=8)

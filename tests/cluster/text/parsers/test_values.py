@@ -17,7 +17,7 @@ from swell.cluster.text.parsers.notations.text_grammar import (
     search_expression,
     split_schema,
 )
-from swell.cluster.text.parsers.notations.values import parameter_types
+from swell.cluster.text.parsers.notations.typed_text import parameter_types
 from tests.cluster.text.parsers.sample_outputs import read
 from tests.cluster.text.parsers.test_sections import TOOLS, qwen
 

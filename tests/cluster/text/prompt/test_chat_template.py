@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.parsers import make_parser
 from swell.cluster.text.parsers.deltas import collect
 from swell.cluster.text.parsers.detection import detect_tools

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.control_tokens import ControlTokens, Segment
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.schema.chat_messages import ChatMessage, function_tool
 from tests.cluster.text import tokenizers_for_tests as made

@@ -21,9 +21,9 @@ from swell.cluster.api.messages.convert import chat_messages
 from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.responses.protocol import ResponsesRequest
 from swell.cluster.api.tokenize import TokenizeRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.schema.decode import read
 from swell.cluster.text.schema.known_fields import IGNORED_FIELDS
 from swell.cluster.text.schema.request_body import HistoryPart

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from swell.cluster.text.prompt.control_tokens import ControlTokens
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions
 from swell.cluster.text.schema.chat_messages import ChatMessage
 from tests.cluster.text import tokenizers_for_tests as made

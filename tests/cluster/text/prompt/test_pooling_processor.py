@@ -13,14 +13,14 @@ from tokenizers import Tokenizer
 
 from swell.cluster.api.pooling import convert
 from swell.cluster.api.pooling.protocol import RerankRequest, ScoreRequest
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.pooling_processor import (
     PoolingProcessor,
     PoolingRequest,
     generation_refusal,
     kept_of_each,
 )
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TokenizeOptions, Truncation
 from swell.configs.pooling import PoolingSpec
 from swell.worker.sampler_wire import Activation

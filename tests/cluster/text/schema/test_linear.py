@@ -22,20 +22,21 @@ from swell.cluster.api.messages.protocol import MessagesRequest
 from swell.cluster.api.responses.convert import chat_messages, name_of
 from swell.cluster.api.responses.input_items import read_input
 from swell.cluster.api.server.access import host_name
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar import lark_compiler, structured_output, user_grammar
 from swell.cluster.text.json_grammar import ecma_patterns, string_patterns
 from swell.cluster.text.json_grammar.object_merging import literal
 from swell.cluster.text.json_grammar.schema_keywords import SchemaKeywords
-from swell.cluster.text.params.sampling_params import BadRequest, shown
 from swell.cluster.text.parsers import PARSERS, REASONING, make_parser
 from swell.cluster.text.parsers.reasoning import ThinkParser
-from swell.cluster.text.partial_json import PartialObject
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.partial_arguments import PartialObject
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.schema.chat_messages import ChatMessage
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.json_size import count_json
 from swell.cluster.text.schema.strict_json import check_strict
 from swell.cluster.text.tokens.stop_strings import StopChecker
+from swell.configs.error_text import shown
 from swell.configs.files.yaml_text import read_yaml
 from swell.configs.schema import ConfigError
 from tests.cluster.text.tokenizers_for_tests import chat_tokenizer

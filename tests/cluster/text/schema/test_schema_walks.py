@@ -17,8 +17,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.grammar.structured_output import compile_grammar
-from swell.cluster.text.params.sampling_params import BadRequest, StructuredOutputs
+from swell.cluster.text.params.sampling_params import StructuredOutputs
 
 BYTES = LLTokenizer("byte")
 END = BYTES.eos_token

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.tokens import bad_words as words
 from tests.cluster.text.tokenizers_for_tests import EXACT, WINDOWED, chat_tokenizer
 from tests.model_kinds import model_kind

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from swell.cluster.text.parsers.matching import end_of
-from swell.cluster.text.parsers.reading import NotRead, Reading, TextReader
+from swell.cluster.text.parsers.marker_search import end_of
+from swell.cluster.text.parsers.text_reader import NotRead, Reading, TextReader
 
 MAX_NAME_CHARS = 256
 """Maximum length of the name of a tool or an argument; a longer text is not a name. OpenAI's API

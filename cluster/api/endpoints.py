@@ -1,5 +1,5 @@
-"""Routes. Every answer carries the id of its request, and every error has the format of its route's
-API."""
+"""Endpoints of routes: every answer carries the id of its request, and every error has the format
+of its route's API."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ from swell.cluster.api.request_context import (
     is_valid_request_id,
 )
 from swell.cluster.api.responses.events import ErrorEvent
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.params.field_path import rename_roots
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.configs.error_text import shown
 
 Handler = Callable[[Request], Awaitable[Response]]
 

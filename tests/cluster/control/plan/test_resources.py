@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swell.cluster.control.plan.room import bundles, gpus_of_process, refusal, resolve_device
+from swell.cluster.control.plan.resources import bundles, gpus_of_process, refusal, resolve_device
 from swell.configs.schema import Config, load
 
 

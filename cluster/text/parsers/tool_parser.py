@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 
 from swell.cluster.text.parsers.base import AnswerReader
-from swell.cluster.text.parsers.calls import Call
+from swell.cluster.text.parsers.call_reader import Call
 from swell.cluster.text.parsers.deltas import AnswerDelta, Arguments, Content, Tool, ToolCall
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
-from swell.cluster.text.parsers.matching import SPACE, Matcher
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.marker_search import SPACE, Matcher
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 from swell.cluster.text.random_ids import SYSTEM_RANDOM
 
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.params.sampling_params import BadRequest
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.prompt.chat_template import TemplateOptions
 from swell.cluster.text.prompt.generation_request import split_prompts
-from swell.cluster.text.prompt.prompts import PromptProcessor
+from swell.cluster.text.prompt.prompt_processor import PromptProcessor
 from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT
 from swell.cluster.text.schema.chat_messages import ChatMessage, ContentPart
 from swell.cluster.text.tokens.tokenizer import load_eos_token_ids, load_tokenizer

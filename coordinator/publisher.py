@@ -37,8 +37,8 @@ def load_report_s(config: ClusterConfig, engines: int) -> float:
     return config.load_report_s * max(1.0, engines / MAX_REPORTS_PER_LOAD_REPORT_S)
 
 
-class ClusterState:
-    """The roster and the newest report of each member."""
+class ViewPublisher:
+    """Holds the roster and the newest report of each member, and what of them is not published."""
 
     def __init__(self, config: ClusterConfig, now: float = 0.0) -> None:
         self._config = config

@@ -27,7 +27,7 @@ Group = Any
 """A reference to a placement group. `EngineActor.start` accepts one as an argument."""
 
 
-class RayPort(Protocol):
+class RayInterface(Protocol):
     """Ray, as seen by one process."""
 
     # ---------------------------------------------------------------- this host

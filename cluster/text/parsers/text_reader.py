@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from typing import TypeVar
 
-from swell.cluster.text.parsers.matching import SPACE, LiteralMatcher, Matcher, end_of
+from swell.cluster.text.parsers.marker_search import SPACE, LiteralMatcher, Matcher, end_of
 
 _Result = TypeVar("_Result")
 Reading = Generator[None, None, _Result]

@@ -20,6 +20,7 @@ from swell.cluster.api.bodies.http_errors import HTTPError, error_info
 from swell.cluster.api.bodies.query import checked_query
 from swell.cluster.api.chat.convert import to_generation_request
 from swell.cluster.api.chat.protocol import ChatCompletionRequest
+from swell.cluster.api.endpoints import json_response, route
 from swell.cluster.api.request_context import RequestContext
 from swell.cluster.api.responses.background import (
     ROUTE,
@@ -40,8 +41,7 @@ from swell.cluster.api.responses.response import (
     item_list,
 )
 from swell.cluster.api.responses.response_client import ResponseStoreClient
-from swell.cluster.api.responses.serving import ResponsesWriter
-from swell.cluster.api.routing import json_response, route
+from swell.cluster.api.responses.writer import ResponsesWriter
 from swell.cluster.api.services import Services
 from swell.cluster.api.store.bounded_table import TableKey, table_key
 from swell.cluster.api.store.response_store import (
@@ -53,8 +53,8 @@ from swell.cluster.api.store.response_store import (
     StoredResponse,
     StoredStatus,
 )
+from swell.cluster.text.errors import BadRequest, bad_value
 from swell.cluster.text.params import sampling_params
-from swell.cluster.text.params.sampling_params import BadRequest, bad_value
 from swell.cluster.text.prompt.input_processor import ProcessedRequest
 from swell.configs.runtime.secret import HoldsSecrets, SecretText
 

@@ -25,7 +25,7 @@ import msgspec
 from swell.cluster.text.json_types import JsonObject
 from swell.cluster.text.parsers.notations.json_values import ScalarValue, StringValue
 from swell.cluster.text.parsers.notations.structure import StructureReader
-from swell.cluster.text.parsers.reading import NotRead, Reading
+from swell.cluster.text.parsers.text_reader import NotRead, Reading
 from swell.cluster.text.schema.json_size import MAX_NUMBER_CHARS
 
 MAX_DEPTH = 100

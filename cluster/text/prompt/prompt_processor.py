@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 from tokenizers import Tokenizer
 
-from swell.cluster.text.params.sampling_params import BadRequest, Field, bad_value, shown
+from swell.cluster.text.errors import BadRequest, Field, bad_value
 from swell.cluster.text.params.validate_params import check_token_ids, num_utf8_bytes
 from swell.cluster.text.prompt.chat_template import ChatTemplate, TemplateOptions
 from swell.cluster.text.prompt.generation_request import Prompt
@@ -32,6 +32,7 @@ from swell.cluster.text.schema.chat_messages import ChatMessage, check_messages
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.tokens.tokenizer import encode_text
+from swell.configs.error_text import shown
 
 CHUNK_CHARS = 64 * 1024
 """Size of the chunks in which a text that is probably too long is tokenized, until that is

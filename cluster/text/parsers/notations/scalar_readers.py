@@ -7,10 +7,10 @@ import math
 import re
 from collections.abc import Mapping
 
-from swell.cluster.text.parsers.matching import Matcher
+from swell.cluster.text.parsers.marker_search import Matcher
 from swell.cluster.text.parsers.notations.json_values import EscapedString, ScalarValue
-from swell.cluster.text.parsers.notations.values import json_escaped
-from swell.cluster.text.parsers.reading import Reading, TextReader
+from swell.cluster.text.parsers.notations.typed_text import json_escaped
+from swell.cluster.text.parsers.text_reader import Reading, TextReader
 
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _NUMBER_PARTS = {

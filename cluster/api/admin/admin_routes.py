@@ -19,13 +19,14 @@ from swell.cluster.api.admin.manager_calls import call_manager
 from swell.cluster.api.bodies.body_reader import read_short_body
 from swell.cluster.api.bodies.http_errors import RETRY_AFTER, HTTPError
 from swell.cluster.api.bodies.query import checked_query
-from swell.cluster.api.routing import Handler, json_response, route
+from swell.cluster.api.endpoints import Handler, json_response, route
 from swell.cluster.api.services import Services
 from swell.cluster.client.engine_core_client import EngineCallFailed
-from swell.cluster.text.params.sampling_params import BadRequest, shown
+from swell.cluster.text.errors import BadRequest
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.request_body import RequestBody
 from swell.cluster.text.schema.strict_json import check_strict
+from swell.configs.error_text import shown
 
 _ENGINE_CALL_TIMEOUT_S = 10.0
 """The timeout of a call to an engine, which answers between two steps."""
