@@ -21,6 +21,6 @@ def rank_tokens(logits: Tensor, token_ids: Tensor, top: int) -> LogprobsTensors:
     ranked = LogprobsTensors.empty_cpu(rows, 1 + top)
     _call(
         logits.data_ptr(), token_ids.data_ptr(), rows, vocab, logits.stride(0), top,
-        *[tensor.data_ptr() for tensor in ranked],
+        *[tensor.data_ptr() for tensor in ranked[:3]],
     )  # fmt: skip
     return ranked

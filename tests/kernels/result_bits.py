@@ -154,7 +154,7 @@ def experts(dtype: torch.dtype) -> Iterator[tuple[str, str]]:
 def sampled() -> Iterator[tuple[str, str]]:
     rows = 16
     logits, tokens = numbers(rows, 5000) * 2, torch.arange(rows) * 300
-    yield "rank_tokens", digest(*logprobs.rank_tokens(logits, tokens, 5))
+    yield "rank_tokens", digest(*logprobs.rank_tokens(logits, tokens, 5)[:3])
     u = sample.uniform_noise(torch.arange(rows), torch.arange(rows) * 3)
     for top_k, top_p, min_p in ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05)):
         filters = (torch.full((rows,), each) for each in (0.9, top_k, top_p, min_p))

@@ -103,10 +103,12 @@ def test_samples_after_a_wrong_draft_are_dropped_even_if_nan(first_sample):
     samples = list(range(first_sample, 5))
     ranked = LogprobsTensors(tokens[:, None], values[:, None], torch.arange(1, 6))
     pending = PendingLogprobs(
-        LogprobsTensors(*(column[samples] for column in ranked)),
+        LogprobsTensors(
+            *(column[samples] for column in ranked[:3]), [[0, 1, 5], [0, 4]][first_sample]
+        ),
         samples,
-        [0, 1, 1, 1, 1][first_sample:],
-        [0] * len(samples),
+        [[0, 1], [1]][first_sample],
+        [0] * (2 - first_sample),
     )
     sampled = SamplerOutput(Batch(plan), tokens, torch.tensor([0.0, 0.0, 0.0, NAN, NAN]), [pending])
     output = sampled.to_cpu_nonblocking().fill(ModelRunnerOutput(1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import accumulate, compress
 from math import isnan
 
 import numpy as np
@@ -40,31 +40,31 @@ class PendingLogprobs(PendingExtra):
     """Log probabilities of a step's sampled tokens."""
 
     ranked: LogprobsTensors
-    """The log probabilities of the M samples that need them."""
+    """The log probabilities of the M samples that need them, which belong to R rows."""
     samples: list[int]
     """[M], indices among the S samples of the step."""
     rows: list[int]
-    """[M], rows of the step."""
+    """[R], rows of the step."""
     num_logprobs: list[int]
-    """[M], how many of the most likely tokens are reported."""
+    """[R], how many of the most likely tokens are reported."""
 
     def to_cpu_nonblocking(self) -> PendingLogprobs:
         return replace(self, ranked=self.ranked.to_cpu_nonblocking())
 
     def filter(self, kept: list[bool]) -> PendingLogprobs:
         mask = [kept[sample] for sample in self.samples]
-        columns = self.samples, self.rows, self.num_logprobs
-        return PendingLogprobs(
-            self.ranked.filter(torch.tensor(mask)), *(list(compress(c, mask)) for c in columns)
-        )
+        samples = list(compress(self.samples, mask))
+        return replace(self, ranked=self.ranked.filter(mask), samples=samples)
 
     def extras(self) -> Iterator[tuple[int, Extra | None]]:
-        columns = zip(self.rows, self.num_logprobs, *self.ranked.tolists(), strict=True)
-        for row, top, token_ids, logprobs, rank in columns:
-            if isnan(logprobs[0]):
-                yield row, None
-            else:
-                yield row, TokenLogprobs(token_ids[: 1 + top], logprobs[: 1 + top], rank)
+        lists = self.ranked.tolists()
+        for index, (row, top) in enumerate(zip(self.rows, self.num_logprobs, strict=True)):
+            columns = lists.slice_request(index)[:3]
+            for token_ids, logprobs, rank in zip(*columns, strict=True):
+                if isnan(logprobs[0]):
+                    yield row, None
+                else:
+                    yield row, TokenLogprobs(token_ids[: 1 + top], logprobs[: 1 + top], rank)
 
 
 @dataclass(slots=True)
@@ -118,9 +118,12 @@ class KeptLogits:
     index: Tensor
     samples: list[int]
     """[M], the same as `index`, on the host."""
+    cu_num_generated_tokens: list[int]
+    """[R + 1], see `LogprobsTensors`."""
     rows: list[int]
-    """[M], indices among all rows of the step."""
+    """[R], indices among all rows of the step."""
     num_logprobs: list[int]
+    """[R]"""
     mode: LogprobsMode
     filters: SamplingFilters | None = None
     """None: no row is sampled at random, or the logits are those of the model."""
@@ -133,6 +136,7 @@ class KeptLogits:
         if self.filters is not None:
             logits = self.filters.apply(logits, tokens)
         ranked = rank_values(logits, tokens, max(self.num_logprobs), self.mode)
+        ranked = ranked._replace(cu_num_generated_tokens=self.cu_num_generated_tokens)
         return PendingLogprobs(ranked, self.samples, self.rows, self.num_logprobs)
 
 
@@ -190,13 +194,20 @@ class SampledLogprobs:
         samples = batch.rows_in(self._num_logprobs.active_slots)
         if not len(samples):
             return []
-        slots = batch.sample_slots_np
+        slots, rows = batch.sample_slots_np, batch.sample_rows_np[samples]
+        firsts = np.flatnonzero(np.diff(rows, prepend=-1))  # of each row, the first of its samples
         index = to_device(samples, logits.device)
-        num_logprobs = self._num_logprobs.count_np[slots[samples]].tolist()
-        rows = batch.sample_rows_np[samples].tolist()
-        all_stay = len(rows) == len(slots) and not will_change
-        kept = logits if all_stay else logits[index]
-        return [KeptLogits(kept, index, samples.tolist(), rows, num_logprobs, self._mode)]
+        all_stay = len(samples) == len(slots) and not will_change
+        kept = KeptLogits(
+            logits if all_stay else logits[index],
+            index,
+            samples.tolist(),
+            [*firsts.tolist(), len(samples)],
+            rows[firsts].tolist(),
+            self._num_logprobs.count_np[slots[samples[firsts]]].tolist(),
+            self._mode,
+        )
+        return [kept]
 
 
 @dataclass(slots=True)
@@ -221,20 +232,19 @@ class PendingPromptLogprobs(PendingExtra):
         return replace(self, ranked=self.ranked.to_cpu_nonblocking())
 
     def extras(self) -> Iterator[tuple[int, Extra | None]]:
-        token_ids, logprobs, ranks = self.ranked.tolists()
-        end = 0
-        for span in self.spans:
-            begin, end = end, end + span.count
-            if any(isnan(of_one[0]) for of_one in logprobs[begin:end]):
+        lists = self.ranked.tolists()
+        for index, span in enumerate(self.spans):
+            token_ids, logprobs, ranks, _ = lists.slice_request(index)
+            if any(isnan(of_one[0]) for of_one in logprobs):
                 yield span.row, None
                 continue
             yield (
                 span.row,
                 PromptLogprobs(
                     start=span.start,
-                    token_ids=[of_one[: 1 + span.top] for of_one in token_ids[begin:end]],
-                    logprobs=[of_one[: 1 + span.top] for of_one in logprobs[begin:end]],
-                    ranks=ranks[begin:end],
+                    token_ids=[of_one[: 1 + span.top] for of_one in token_ids],
+                    logprobs=[of_one[: 1 + span.top] for of_one in logprobs],
+                    ranks=ranks,
                 ),
             )
 
@@ -288,9 +298,10 @@ class PromptLogprobsReader(HiddenStatesReader):
         for start in range(0, packed.shape[1], SLICE_POSITIONS):
             here = slice(start, start + SLICE_POSITIONS)
             logits = self._model.compute_logits(hidden[packed[0, here]])
-            slices.append(rank_values(logits, targets[here], top, self._mode))
-        columns = zip(*slices, strict=True)
-        return PendingPromptLogprobs(LogprobsTensors(*[torch.cat(c) for c in columns]), spans)
+            slices.append(rank_values(logits, targets[here], top, self._mode)[:3])
+        token_ids, logprobs, ranks = (torch.cat(column) for column in zip(*slices, strict=True))
+        ends = [0, *accumulate(span.count for span in spans)]
+        return PendingPromptLogprobs(LogprobsTensors(token_ids, logprobs, ranks, ends), spans)
 
     def _find(self, plan: SchedulerOutput) -> list[tuple[_PromptSpan, np.ndarray]]:
         """Returns the spans of the step that are reported, each with [3, count] int64, see

@@ -179,7 +179,7 @@ def _sample(sample: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def _logprobs(logprobs: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    return list(logprobs.rank_tokens(to(_randn(4, 1000)), to(torch.tensor([1, 5, 999, 0])), 3))
+    return list(logprobs.rank_tokens(to(_randn(4, 1000)), to(torch.tensor([1, 5, 999, 0])), 3)[:3])
 
 
 def _penalties(penalties: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:

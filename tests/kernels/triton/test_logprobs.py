@@ -24,7 +24,7 @@ def check(logits, tokens, top):
     """Asserts that the result is that of the definition in float64, and that equal logits are
     ranked by token id."""
     before = logits.clone()
-    token_ids, logprobs, ranks = rank_tokens(logits, tokens, top)
+    token_ids, logprobs, ranks = rank_tokens(logits, tokens, top)[:3]
     assert token_ids.dtype == ranks.dtype == torch.int64 and logprobs.dtype == torch.float32
     assert ranks.tolist() == [
         1 + int((row > row[token]).sum()) for row, token in zip(logits, tokens, strict=True)
@@ -63,7 +63,7 @@ def test_many_splits():
 
 def test_more_than_the_kernels_rank_is_left_to_the_reference():
     logits = torch.randn(2, 300)
-    token_ids, logprobs, _ranks = rank_tokens(logits, torch.tensor([5, 6]), MOST_TOP + 1)
+    token_ids, logprobs, *_ = rank_tokens(logits, torch.tensor([5, 6]), MOST_TOP + 1)
     best = logits.sort(1, descending=True).indices[:, : MOST_TOP + 1]
     assert torch.equal(token_ids[:, 1:], best)
     torch.testing.assert_close(logprobs, logits.log_softmax(1).gather(1, token_ids))
@@ -84,7 +84,7 @@ def test_a_row_with_nan_or_infinity_has_no_log_probabilities(place, special):
     logits[0, place] = special
     logits[0, place + 1 :] = -INF
     logits[1] = -INF
-    token_ids, logprobs, _ranks = rank_tokens(logits, torch.tensor([0, 1, 2]), 4)
+    token_ids, logprobs, *_ = rank_tokens(logits, torch.tensor([0, 1, 2]), 4)
     assert logprobs[:2].isnan().all() and logprobs[2].isfinite().all()
     assert token_ids[0, 1] == place
     assert ((token_ids >= 0) & (token_ids < vocab)).all()

@@ -63,13 +63,13 @@ def test_ranks_and_logprobs(rows: int, top: int, rng) -> None:
     token_ids = torch.tensor([rng.randrange(VOCAB) for _ in range(rows)])
     ranked = rank_tokens(logits, token_ids, top)
     assert ranked.logprob_token_ids.shape == (rows, 1 + min(top, VOCAB))
-    for row, of_row in enumerate(zip(*ranked.tolists(), strict=True)):
+    for row, of_row in enumerate(zip(*ranked.tolists()[:3], strict=True)):
         check(logits[row], int(token_ids[row]), top, TokenLogprobs(*of_row))
 
 
 def test_impossible_tokens_have_minus_infinity() -> None:
     logits = torch.tensor([[0.0, -math.inf, 0.0]])
-    _, logprobs, ranks = rank_tokens(logits, torch.tensor([1]), 2).tolists()
+    _, logprobs, ranks, _ = rank_tokens(logits, torch.tensor([1]), 2).tolists()
     assert ranks == [3]
     assert logprobs[0] == pytest.approx([-math.inf, math.log(0.5), math.log(0.5)])
 
