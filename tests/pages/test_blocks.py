@@ -35,6 +35,7 @@ OTHER_PROGRAMS = {
     "ray",
     "source",
     "chmod",
+    "export",
     "cd",
     "mkdir",
     "npm",

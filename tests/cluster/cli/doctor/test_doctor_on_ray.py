@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from swell.cluster.cli.child_process import descendants
-from swell.cluster.cli.doctor.doctor_command import Report, check_start
+from swell.cluster.cli.doctor.doctor_command import UNREACHABLE, Report, check_start
 from swell.cluster.cli.doctor.probes.ray_hosts import _living, _lost, _reason
 from swell.configs.schema import ConfigError, load
 from tests.cluster.control.ray.real_ray import RealRay
@@ -68,6 +69,47 @@ def other_raylet(world: RealRay) -> int:
     assert world._other_host is not None
     (found,) = [pid for pid in descendants(world._other_host.pid) if "raylet/raylet" in title(pid)]
     return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "token", "found"),
+    [
+        (
+            None,
+            None,
+            "sends none, because RAY_AUTH_MODE is not set: run export RAY_AUTH_MODE=token",
+        ),
+        ("disabled", None, "because RAY_AUTH_MODE is disabled"),
+        ("token", "0123456789abcdef" * 4, "copy ~/.ray/auth_token"),
+        ("token", "", "copy ~/.ray/auth_token"),
+    ],
+)
+def test_a_missing_token_is_reported_with_the_way_out(
+    world: RealRay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: str | None,
+    token: str | None,
+    found: str,
+) -> None:
+    """`ray start` demands a token if the account has one, as after `swell serve`. Commands that
+    connect send it only with RAY_AUTH_MODE=token."""
+    address = ray.get_runtime_context().gcs_address
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    if mode is not None:
+        monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    if token is not None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+        (tmp_path / ".ray").mkdir()
+        if token:
+            (tmp_path / ".ray" / "auth_token").write_text(token)
+    code, report = run(address, NANO)
+    assert code == UNREACHABLE
+    (cluster,) = [one for one in report.findings if one.check == "cluster"]
+    assert address in cluster.value and found in cluster.value
 
 
 @pytest.mark.slow
