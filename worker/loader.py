@@ -13,6 +13,7 @@ import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -42,7 +43,7 @@ from swell.worker.memory.uploads import Uploads
 from swell.worker.model_folder import weights_folder
 from swell.worker.model_interfaces import HasMesh, HoldsTensors
 from swell.worker.models.text_part import has_parts, renamed, text_names, towers
-from swell.worker.quantization.detection import find_scheme
+from swell.worker.quantization.detection import cache_notes, find_scheme
 from swell.worker.quantization.loaded_matrices import (
     FLOAT_MATRICES,
     LoadedMatrices,
@@ -228,8 +229,9 @@ def open_checkpoint(model_config: ModelConfig) -> Checkpoint:
     if is_gguf(path):
         return GgufCheckpoint(Path(path))
     folder = weights_folder(path)
-    stored: Checkpoint = (files := SafetensorsCheckpoint(folder))
     config = parse_json(read_file(folder / "config.json", MAX_CONFIG_BYTES))
+    files = SafetensorsCheckpoint(folder, partial(cache_notes, config, folder))
+    stored: Checkpoint = files
     if (scheme := find_scheme(path, config, folder)) is not None:
         stored = QuantizedCheckpoint(files, scheme)
     own = renamed(config, stored.names)

@@ -27,6 +27,8 @@ FILES = {
 }
 """File in the folder of config.json -> the method whose tools write it."""
 
+_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Keys of compressed-tensors, AutoFP8 and ModelOpt for the KV cache."""
 _METHOD_KEYS = ("quant_method", "quant_algo", "quant_type", "format")
 
 _WAY_OUT = (
@@ -58,7 +60,8 @@ def find_declaration(
     `path`: the model's name in errors; `config`: the content of config.json; `folder`: where the
     other files are, if they are local. Raises `ValueError` for what is not supported.
     """
-    for where, value in (*_in_config(config), *(_in_files(folder) if folder else ())):
+    of_matrices = [each for each in _in_files(folder) if _is_quantized(each[1])]
+    for where, value in (*_in_config(config), *of_matrices):
         method = _method(where, value)
         read_values = METHODS.get(method)
         if read_values is None:
@@ -76,6 +79,17 @@ def find_declaration(
     return None
 
 
+def find_cache_declaration(config: Mapping[str, Any], folder: Path | None) -> str | None:
+    """Returns what a checkpoint declares for the KV cache, as key=value; None: nothing. For the
+    arguments see `find_declaration`."""
+    for _, value in (*_in_config(config), *_in_files(folder)):
+        for level in _levels(value):
+            for key in _CACHE_KEYS:
+                if level.get(key):
+                    return f"{key}={_shown(level[key])}"
+    return None
+
+
 def _in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     parts = {"": config}
     parts.update((f"{key}.", part) for key, part in config.items() if isinstance(part, Mapping))
@@ -85,7 +99,9 @@ def _in_config(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield prefix + key, value
 
 
-def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
+def _in_files(folder: Path | None) -> Iterator[tuple[str, Any]]:
+    if folder is None:
+        return
     for name in FILES:
         file = folder / name
         if not file.is_file():
@@ -94,17 +110,24 @@ def _in_files(folder: Path) -> Iterator[tuple[str, Any]]:
             value = parse_json(read_file(file, MAX_CONFIG_BYTES))
         except (OSError, ValueError):
             value = "a file that cannot be read"
-        if _is_quantized(value):
-            yield name, value
+        yield name, value
 
 
 def _is_quantized(value: Any) -> bool:
     """Whether a file names a method. ModelOpt also writes a file with a null method for unquantized
     weights."""
-    inner = value.get("quantization") if isinstance(value, Mapping) else None
-    if isinstance(inner, Mapping) and "quant_algo" in inner:
-        return bool(inner["quant_algo"])
+    for inner in _levels(value)[1:]:
+        if "quant_algo" in inner:
+            return bool(inner["quant_algo"])
     return bool(value)
+
+
+def _levels(value: Any) -> list[Mapping[str, Any]]:
+    """Returns a declaration, and the object within that ModelOpt's file has for its values."""
+    if not isinstance(value, Mapping):
+        return []
+    inner = value.get("quantization")
+    return [value, inner] if isinstance(inner, Mapping) else [value]
 
 
 def _method(where: str, value: Any) -> str:
@@ -121,8 +144,7 @@ def _named(where: str, value: Any) -> str:
     """Returns how a declaration describes the method, for people."""
     if not isinstance(value, Mapping):
         return FILES.get(where, str(value))
-    inner = value.get("quantization")
-    for level in (value, inner if isinstance(inner, Mapping) else {}):
+    for level in _levels(value):
         for key in _METHOD_KEYS:
             if level.get(key):
                 return f"{key} {str(level[key])!r}"

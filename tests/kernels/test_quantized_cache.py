@@ -196,6 +196,29 @@ def test_batch_does_not_matter(dtype, own):
         assert torch.equal(attend(parts, [0, 1]), alone[0])
 
 
+@pytest.mark.parametrize("dtype", QUANTIZED, ids=str)
+@pytest.mark.parametrize("dims", [(0, 1, 2), (0, 2)], ids=["for all", "for each head"])
+def test_scales_that_a_checkpoint_stores_are_never_finer(dtype, dims):
+    """A stored scale is the largest magnitude of some text, for all heads or for each, and numbers
+    above it are cut off. Scales of vectors have smaller bounds, and smaller errors."""
+    torch.manual_seed(0)
+    sizes = torch.tensor([0.3, 20.0, 1.0])[None, :, None]
+    text, x = torch.randn(2, 400, 3, 64) * sizes
+    scale = text.abs().amax(dims, keepdim=True) / LIMITS[dtype]
+    within = (x / scale).clamp(-LIMITS[dtype], LIMITS[dtype])
+    found = (within.round() if dtype == torch.int8 else within).to(dtype).float() * scale
+    values, scales = quantized_cache.quantize(x, dtype)
+    own_error, error = (values.float() * scales - x).abs(), (found - x).abs()
+    allowed = scale.expand(x.shape) / 2
+    if dtype != torch.int8:
+        allowed = torch.maximum(x.abs() / 16, scale / 1024)
+    is_cut = x.abs() > scale * LIMITS[dtype]
+    covered = ~is_cut.any(-1)
+    assert is_cut.any() and (bound(x, dtype) <= allowed * (1 + 1e-5))[covered].all()
+    assert (own_error <= bound(x, dtype) * (1 + 1e-5)).all()
+    assert (own_error.square().sum((0, 2)) < error.square().sum((0, 2))).all()
+
+
 def test_the_width_of_a_cache():
     for dtype in QUANTIZED:
         assert cache_width(64, dtype) == 64 + SCALE_BYTES

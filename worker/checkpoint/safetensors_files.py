@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -18,6 +18,7 @@ from swell.worker.checkpoint.checkpoint import DamagedCheckpoint, Index
 INDEX_NAME, SINGLE_NAME = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types of values that are not quantized."""
+NotesOf = Callable[[Collection[str]], Sequence[str]]
 MAX_OPEN_FILES = 4
 """Files that are mapped at the same time: pages of a mapped file count as memory of the process."""
 
@@ -25,14 +26,14 @@ MAX_OPEN_FILES = 4
 class SafetensorsCheckpoint:
     """The tensors of the safetensors files of one folder."""
 
-    notes: Sequence[str] = ()
-
-    def __init__(self, folder: Path) -> None:
-        """Raises `ValueError` for a folder without such files."""
+    def __init__(self, folder: Path, notes_of: NotesOf = lambda _: ()) -> None:
+        """`notes_of`: returns `notes` for the names of the tensors. Raises `ValueError` for a
+        folder without such files."""
         self._folder = folder
         self._open: dict[Path, Any] = {}
         self._files = self._read_names()
         """Name of a tensor -> name of its file."""
+        self.notes = notes_of(self.names)
 
     @property
     def names(self) -> Collection[str]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from swell.configs.quantization.declaration import KEYS, find_declaration
-from swell.worker.quantization.scheme import Scheme
+from swell.configs.quantization.declaration import (
+    KEYS,
+    find_cache_declaration,
+    find_declaration,
+)
+from swell.worker.quantization.scheme import KV_SCALES, Scheme
 
 SCHEMES = {
     "awq": "swell.worker.quantization.awq:Awq",
@@ -31,6 +35,22 @@ def find_scheme(path: str, config: Mapping[str, Any], folder: Path | None) -> Sc
     module, _, name = SCHEMES[declared.method].partition(":")
     scheme: Scheme = getattr(import_module(module), name)(declared)
     return scheme
+
+
+def cache_notes(
+    config: Mapping[str, Any], folder: Path | None, names: Collection[str]
+) -> Sequence[str]:
+    """Returns a line for the log about a checkpoint that is made for a quantized KV cache. `names`:
+    its stored tensors; for the other arguments see `find_declaration`."""
+    scales = min((name for name in names if name.endswith(KV_SCALES)), default=None)
+    made_for = find_cache_declaration(config, folder) or scales
+    if made_for is None:
+        return ()
+    return (
+        f"the checkpoint is made for a quantized KV cache ({made_for}): only cache.dtype=int8 or "
+        "fp8 chooses one, with a scale of its own for each vector "
+        "(docs/operate/kv-cache.md)",
+    )
 
 
 def without_quantization(hf_config: Any) -> None:

@@ -16,12 +16,9 @@ class QuantizedCheckpoint:
         self._stored, self._scheme = stored, scheme
         self._parts: dict[str, dict[str, str]] = {}
         """Parameter -> suffix -> name of the stored tensor."""
-        self._has_cache_scales = False
         scheme.declared.refuse_tensors(stored.names)
         for name in stored.names:
-            if name.endswith(CACHE_SCALES):
-                self._has_cache_scales = True
-            elif not name.endswith(UNUSED):
+            if not name.endswith((*CACHE_SCALES, *UNUSED)):
                 parameter, suffix = scheme.split(name)
                 self._parts.setdefault(parameter, {})[suffix] = name
 
@@ -31,10 +28,9 @@ class QuantizedCheckpoint:
 
     @property
     def notes(self) -> Sequence[str]:
-        notes = [f"the checkpoint is quantized ({self._scheme.method})"]
-        if self._has_cache_scales:
-            notes.append("the checkpoint's scales of the KV cache are not used")
-        return notes
+        is_quantized = any(list(self._parts[name].values()) != [name] for name in self._parts)
+        method = [f"the checkpoint is quantized ({self._scheme.method})"] if is_quantized else []
+        return [*method, *self._stored.notes]
 
     def tensor(self, name: str) -> StoredTensor:
         parts = self._parts[name]

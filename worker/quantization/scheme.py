@@ -16,8 +16,14 @@ from swell.worker.quantization.grouped_matrix import Parts
 
 UNUSED = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale")
 """Suffixes of the scales of activations, which are computed unquantized here."""
-CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale", ".prob_scale", ".output_scale")
-"""Suffixes of the scales of attention and of its cache, which are not quantized here."""
+KV_SCALES = (".k_scale", ".v_scale", ".kv_scale")
+CACHE_SCALES = (
+    *KV_SCALES,
+    *(".k_zero_point", ".v_zero_point", ".q_scale", ".q_zero_point", ".prob_scale"),
+    *(".output_scale", ".output_zero_point"),
+)
+"""Suffixes of the scales of attention and of its cache, which has other ones here
+(`swell.kernels.host.cache_format`)."""
 
 
 class Scheme(ABC):

@@ -1,8 +1,8 @@
-"""Declarations of quantization that are refused."""
+"""Declarations of quantization that are refused, and those of a quantized KV cache."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 METHODS: list[tuple[str, dict[str, Any], str]] = [
     (
@@ -99,3 +99,119 @@ FILES: list[tuple[str, dict[str, Any], str]] = [
     ("quanto_qmap.json", {"lm_head": {"weights": "qint8"}}, "quanto"),
 ]
 """File next to config.json, its content, and a part of it that errors show."""
+
+
+class Cache(NamedTuple):
+    """A published layout of the scales of a KV cache."""
+
+    config: dict[str, Any]
+    """The value of `quantization_config`; {}: there is none."""
+    file: dict[str, Any]
+    """The content of `hf_quant_config.json`; {}: there is none."""
+    form: str
+    """The format of one matrix; "": all matrices are floats."""
+    scales: dict[str, tuple[int, ...]]
+    """Name of a tensor within an attention layer of 4 heads and 2 KV heads -> its shape."""
+    noted: str
+    """How the log names what the checkpoint says about the cache."""
+
+
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+_ONLY_CACHE = {"quant_method": "compressed-tensors", "config_groups": {}, "format": "dense"}
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+_OF_LAYERS = {"k_scale": (1,), "v_scale": (1,)}
+_OF_PROJECTIONS = {"k_proj.k_scale": (1,), "v_proj.v_scale": (1,)}
+_OUTPUTS = {"k_proj.output_scale": (1,), "v_proj.output_scale": (1,)}
+_FIRST = "model.layers.0.self_attn."
+
+CACHES: dict[str, Cache] = {
+    "compressed-tensors": Cache(
+        {"quant_method": "compressed-tensors", "kv_cache_scheme": SCHEME},
+        {},
+        "ct-fp8-channel",
+        _OF_LAYERS,
+        'kv_cache_scheme={"num_bits": 8, "type": "float"',
+    ),
+    "compressed-tensors, only the cache": Cache(
+        {**_ONLY_CACHE, "kv_cache_scheme": SCHEME}, {}, "", _OF_LAYERS, "kv_cache_scheme={"
+    ),
+    "compressed-tensors, each head": Cache(
+        {**_ONLY_CACHE, "kv_cache_scheme": {**SCHEME, "strategy": "attn_head"}},
+        {},
+        "",
+        {"q_scale": (4, 1, 1), "k_scale": (2, 1, 1), "v_scale": (2, 1, 1)},
+        "kv_cache_scheme={",
+    ),
+    "compressed-tensors, zeros": Cache(
+        {**_ONLY_CACHE, "kv_cache_scheme": {**SCHEME, "type": "int", "symmetric": False}},
+        {},
+        "",
+        {**_OF_LAYERS, "k_zero_point": (1,), "v_zero_point": (1,)},
+        "kv_cache_scheme={",
+    ),
+    "outputs of projections": Cache(
+        {**_ONLY_CACHE, "kv_cache_scheme": SCHEME},
+        {},
+        "",
+        {**_OUTPUTS, "k_proj.output_zero_point": (1,), "v_proj.output_zero_point": (1,)},
+        "kv_cache_scheme={",
+    ),
+    "AutoFP8": Cache(
+        {"quant_method": "fp8", "activation_scheme": "static", "kv_cache_scheme": "static"},
+        {},
+        "fp8-tensor",
+        {"kv_scale": ()},
+        'kv_cache_scheme="static"',
+    ),
+    "vLLM": Cache(
+        {"quant_method": "fp8"},
+        {},
+        "fp8-tensor",
+        {f"attn.{name}_scale": () for name in ("q", "k", "v", "prob")},
+        f"{_FIRST}attn.k_scale",
+    ),
+    "GPTQ": Cache(
+        {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True},
+        {},
+        "gptq",
+        _OF_LAYERS,
+        f"{_FIRST}k_scale",
+    ),
+    "ModelOpt": Cache(
+        {**_MODELOPT, "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        "modelopt-fp8",
+        _OF_PROJECTIONS,
+        "kv_cache_scheme={",
+    ),
+    "ModelOpt, fused": Cache(
+        {**_MODELOPT, "kv_cache_quant_algo": "FP8"},
+        {},
+        "modelopt-fp8",
+        {"qkv_proj.k_scale": (1,), "qkv_proj.v_scale": (1,)},
+        'kv_cache_quant_algo="FP8"',
+    ),
+    "ModelOpt, a file": Cache(
+        {},
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}},
+        "modelopt-fp8",
+        _OF_PROJECTIONS,
+        'kv_cache_quant_algo="FP8"',
+    ),
+    "ModelOpt, only the cache": Cache(
+        {},
+        {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}},
+        "",
+        _OF_PROJECTIONS,
+        'kv_cache_quant_algo="FP8"',
+    ),
+    "ModelOpt, no scales": Cache(
+        _MODELOPT,
+        {"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}},
+        "modelopt-fp8",
+        {},
+        'kv_cache_quant_algo="NVFP4"',
+    ),
+    "not declared": Cache({}, {}, "", _OF_LAYERS, f"{_FIRST}k_scale"),
+}
+"""Layouts that llm-compressor, AutoFP8, vLLM and ModelOpt write."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from swell.configs.schema import ModelConfig, ParallelConfig
 from swell.worker.checkpoint.safetensors_files import SafetensorsCheckpoint
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config
-from swell.worker.loader import load_weights
+from swell.worker.loader import load_weights, open_checkpoint
 from swell.worker.models import build_model
 from swell.worker.quantization.detection import find_scheme
 from swell.worker.quantization.quantized_checkpoint import QuantizedCheckpoint
@@ -143,35 +144,49 @@ def test_missing_and_unfit_parts_of_a_matrix_are_named(folder: Path) -> None:
             assert part in text
 
 
-def test_the_log_names_the_method_and_unused_scales(
-    folder: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("layout", declarations.CACHES)
+def test_scales_of_a_cache_are_not_loaded(
+    layout: str, backend: str, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """The model is that of the other tensors. One line of the log says what the checkpoint
+    declares, or stores, for a quantized cache."""
+    cache = declarations.CACHES[layout]
     tensors = load_file(folder / WEIGHTS)
-    stored, _ = writers.FORMATS["fp8-tensor"].write(tensors.pop(UP))
-    parts = {UP.removesuffix(".weight") + suffix: part for suffix, part in stored.items()}
-    cache = {"model.layers.0.self_attn.k_scale": torch.ones(1)}
-    save_file({**tensors, **parts, **cache}, folder / WEIGHTS)
-    change_config(folder, quantization_config=writers.FORMATS["fp8-tensor"].config)
+    if cache.form:
+        stored, _ = writers.FORMATS[cache.form].write(tensors.pop(UP))
+        tensors |= {UP.removesuffix(".weight") + suffix: part for suffix, part in stored.items()}
+    if cache.config:
+        form = writers.FORMATS[cache.form].config if cache.form else {}
+        change_config(folder, quantization_config={**form, **cache.config})
+    if cache.file:
+        (folder / "hf_quant_config.json").write_text(json.dumps(cache.file))
+    save_file({name: part.contiguous() for name, part in tensors.items()}, folder / WEIGHTS)
+    expected = load(folder, backend).state_dict()
+    for layer in range(2):
+        for name, shape in cache.scales.items():
+            tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.full(shape, 0.5)
+    save_file({name: part.contiguous() for name, part in tensors.items()}, folder / WEIGHTS)
     with caplog.at_level(logging.INFO, "swell"):
-        load(folder, "native")
-    assert [one.message for one in caplog.records if one.name.startswith("swell")] == [
-        "the checkpoint is quantized (fp8)",
-        "the checkpoint's scales of the KV cache are not used",
-    ]
+        found = load(folder, backend).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    lines = [one.message for one in caplog.records if one.name.startswith("swell")]
+    if cache.form:
+        assert lines.pop(0).startswith("the checkpoint is quantized (")
+    (line,) = lines
+    for part in (cache.noted, "cache.dtype=int8 or fp8", "docs/operate/kv-cache.md"):
+        assert part in line
 
 
-def test_a_declared_type_of_the_cache_is_accepted(folder: Path) -> None:
-    """The scales of `cache.dtype` are computed, so those of the checkpoint are not needed."""
+def test_names_without_the_tensors_of_a_cache(folder: Path) -> None:
     tensors = load_file(folder / WEIGHTS)
-    stored, _ = writers.FORMATS["ct-fp8-channel"].write(tensors.pop(UP))
-    parts = {UP.removesuffix(".weight") + suffix: part for suffix, part in stored.items()}
-    for layer in ("k_proj.k_scale", "v_proj.v_scale", "k_scale", "v_scale"):
-        parts[f"model.layers.0.self_attn.{layer}"] = torch.ones(1)
-    save_file({**tensors, **parts}, folder / WEIGHTS)
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
-    declared = {**writers.FORMATS["ct-fp8-channel"].config, "kv_cache_scheme": scheme}
-    change_config(folder, quantization_config=declared)
-    load(folder, "native")
+    names = {name for cache in declarations.CACHES.values() for name in cache.scales}
+    others = {f"model.layers.0.self_attn.{name}": torch.ones(1) for name in names}
+    save_file({**tensors, **others}, folder / WEIGHTS)
+    change_config(folder, quantization_config=declarations.CACHES["AutoFP8"].config)
+    with closing(open_checkpoint(ModelConfig(path=str(folder)))) as stored:
+        assert set(stored.names) == set(tensors)
 
 
 def test_neutral_values_mean_no_quantization(folder: Path) -> None:

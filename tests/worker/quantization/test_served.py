@@ -15,7 +15,7 @@ from swell.configs.schema import ModelConfig
 from swell.configs.section import ConfigError
 from swell.worker.loader import open_checkpoint
 from tests.support.device import on_device
-from tests.worker.quantization import writers
+from tests.worker.quantization import declarations, writers
 from tests.worker.quantization.copies import answers, answers_of, copies
 
 pytestmark = pytest.mark.slow
@@ -81,6 +81,26 @@ def test_a_head_and_an_embedding_are_quantized_too(tmp_path: Path) -> None:
     )
     assert "lm_head.weight_scale" in load_file(quantized / "model.safetensors")
     assert answers(quantized) == answers(plain)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "int8", "fp8"])
+def test_stored_scales_of_a_cache_change_no_answer(dtype: str, tmp_path: Path) -> None:
+    """There is a scale for each KV head, and each of two ranks has one head."""
+    form = writers.FORMATS["ct-fp8-channel"]
+    quantized, plain = copies(tmp_path, form)
+    config = json.loads((quantized / "config.json").read_text())
+    scheme = {**declarations.SCHEME, "strategy": "attn_head"}
+    config["quantization_config"] = {**form.config, "kv_cache_scheme": scheme}
+    (quantized / "config.json").write_text(json.dumps(config))
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}_scale": torch.full((heads, 1, 1), 0.01)
+        for layer in range(2)
+        for name, heads in (("q", 4), ("k", 2), ("v", 2))
+    }
+    file = quantized / "model.safetensors"
+    save_file({**load_file(file), **scales}, file)
+    settings = {"parallel.tensor": 2, "cache.dtype": dtype}
+    assert answers(quantized, **settings) == answers(plain, **settings)
 
 
 def test_matrices_of_one_layer_in_several_formats(tmp_path: Path) -> None:
