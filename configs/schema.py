@@ -74,13 +74,14 @@ class ModelConfig(Section, frozen=True):
     of an output (8.5 or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings
     without a head, norms, biases, routers, experts, adapters and draft models are not quantized
     (docs/operate/quantization.md)."""
-    activations: Literal["exact", "int8", "fp8"] = "exact"
+    activations: Literal["auto", "exact", "int8", "fp8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized
     to `dtype`. `int8`, only on CPUs: the inputs of a row are rounded to integers of 8 bits, too,
     with a scale for each group of the weight (32 inputs; with `keep`, up to 256), which is faster
     and less precise. `fp8`, only on GPUs: the inputs of a row are rounded to FP8 with one scale,
-    for weights of a checkpoint in FP8 with one scale for the matrix or for each output. Read only
-    if `quantize` is set."""
+    for weights of a checkpoint in FP8 with one scale for the matrix or for each output. `auto`: on
+    CPUs `int8` for weights in groups of up to 64 inputs, whose cost in quality was measured
+    (docs/operate/quantization.md); otherwise `exact`. Read only if `quantize` is set."""
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -16,7 +16,12 @@ from safetensors.torch import load_file, save_file
 from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import Config, ModelConfig, ParallelConfig, load
 from swell.kernels.linear import panel
-from swell.kernels.weights.quantized import PackedQuantizedTensor, quantize
+from swell.kernels.weights.quantized import (
+    GROUPS,
+    PackedQuantizedTensor,
+    QuantizedTensor,
+    quantize,
+)
 from swell.worker.comm.mesh import Mesh
 from swell.worker.hf_config import load_config
 from swell.worker.layers.packed_weight import PackedWeight, Packing, pack_weights
@@ -277,6 +282,8 @@ def test_a_gpu_computes_with_exact_activations_of_each_type(form: str) -> None:
         packing = Packing.of(config, gpu, dtype)
         assert (packing.bits, packing.keeps_integers) == (BITS.get(form), form == "keep")
         assert Packing.of(ModelConfig(path="m", activations="int8"), gpu, dtype).bits is None
+        chosen = ModelConfig(path="m", quantize=form, activations="auto")
+        assert Packing.of(chosen, gpu, dtype) == packing
         rounded = ModelConfig(path="m", quantize=form, activations="int8")
         with pytest.raises(ValueError, match=r"model\.activations=int8: only CPUs") as error:
             Packing.of(rounded, gpu, dtype)
@@ -305,9 +312,20 @@ def test_a_gpu_rounds_activations_to_fp8_for_weights_in_fp8(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     config = ModelConfig(path="m", activations="fp8", **{"quantize": "keep", **given})
     if why is None:
-        assert Packing.of(config, torch.device("cuda"), dtype).rounded_activations
+        assert Packing.of(config, torch.device("cuda"), dtype).rounded_group == 256
     else:
         with pytest.raises(ValueError, match=f"model.activations=fp8 .*{why}"):
             Packing.of(config, torch.device("cuda"), dtype)
     with pytest.raises(ValueError, match="needs a GPU"):
         Packing.of(config, torch.device("cpu"), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("activations", "largest"), [("exact", 0), ("auto", 64), ("int8", 256)])
+def test_the_groups_whose_inputs_are_rounded(activations: str, largest: int) -> None:
+    config = load("m", {"model.quantize": "keep", "model.activations": activations}).model
+    packing = Packing.of(config, torch.device("cpu"), torch.float32)
+    for group in GROUPS:
+        scales = torch.ones(32, 256 // group)
+        weight = QuantizedTensor(torch.zeros(32, 256, dtype=torch.uint8), scales, None, 8)
+        rounded = packing.pack(weight, torch.float32).rounded_activations
+        assert rounded == (group <= largest)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from swell.kernels.linear import PackedTensor, Weight, pack_quantized
+from swell.kernels.linear import PackedTensor, Weight
 from swell.kernels.weights.quantized import (
     Numbers,
     PackedQuantizedTensor,
@@ -55,7 +55,7 @@ def _receive(layer: MoE, empty: torch.Tensor, group: Group, source: int) -> Weig
     )
     low = mins[0] if mins else None
     quantized = QuantizedTensor(integers, scales, low, form.bits, form.numbers)
-    return pack_quantized(quantized, empty.dtype, layer.packing.rounded_activations)
+    return layer.packing.pack(quantized, empty.dtype)
 
 
 def _parts(weight: Weight) -> Iterator[torch.Tensor]:

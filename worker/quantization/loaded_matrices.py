@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from swell.configs.runtime.log import StructuredLogger
-from swell.kernels.linear import numbers, pack_quantized
+from swell.kernels.linear import numbers
 from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
 from swell.worker.checkpoint.checkpoint import HasIntegers, StoredTensor
 from swell.worker.layers.moe import ExpertWeight
@@ -122,7 +122,7 @@ class QuantizedMatrices(LoadedMatrices):
             scales=uploads.upload(integers.scales, self._device),
             mins=None if mins is None else uploads.upload(mins, self._device),
         )
-        packed = pack_quantized(integers, weight.dtype, self._packing.rounded_activations)
+        packed = self._packing.pack(integers, weight.dtype)
         for _, matrix in sharing:
             matrix.replace(packed)
         self._count(QuantizedBytes(weight.nbytes, packed.data.nbytes))
@@ -166,7 +166,8 @@ class QuantizedMatrices(LoadedMatrices):
                 continue
             weights.add(id(weight))
             if isinstance(weight, PackedQuantizedTensor):
-                forms[str(weight.form)] += 1
+                rounded = ", inputs rounded" if weight.rounded_activations else ""
+                forms[f"{weight.form}{rounded}"] += 1
             else:
                 plain[self._why_plain(name, matrix)] += 1
         log.info("matrices that are quantized", forms=_counts(forms), plain=_counts(plain))

@@ -22,12 +22,12 @@ from swell.kernels.weights.quantized import (
 )
 from swell.worker import loader
 from swell.worker.checkpoint.checkpoint import Index
+from swell.worker.layers import packed_weight
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.moe import MoE
 from swell.worker.layers.packed_weight import PackedWeight, Packing, named_matrices
 from swell.worker.layers.weight_shard import ALL, WeightShard, materialize
 from swell.worker.memory.uploads import Uploads
-from swell.worker.quantization import loaded_matrices
 from swell.worker.quantization.loaded_matrices import QuantizedMatrices
 from swell.worker.worker import Worker
 from tests.worker.memory.late_gpu import LateGpu, late_gpu
@@ -93,6 +93,20 @@ def test_large_groups_are_kept(name: str, intermediate_size: int, tmp_path: Path
     assert len(kept(quantized)) == 2 * 4
     rounded = answers(quantized, **{**KEEP, "model.activations": "int8"})
     assert [len(tokens) for tokens, _ in rounded] == [8] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("awq", "int8"), ("gptq-8", "int8"), ("ct-int8", "exact")]
+)
+def test_auto_rounds_the_inputs_of_small_groups(name: str, same: str, tmp_path: Path) -> None:
+    """awq has groups of 32 inputs here, gptq-8 of 64, and ct-int8 of 128 and 256."""
+    folder, _ = copies(tmp_path, writers.FORMATS[name], **SIZES)
+    found = {
+        each: answers(folder, **KEEP, **{"model.activations": each})
+        for each in ("auto", "exact", "int8")
+    }
+    assert found["exact"] != found["int8"]
+    assert found["auto"] == found[same]
 
 
 @pytest.mark.parametrize("name", DEQUANTIZED)
@@ -212,6 +226,10 @@ def test_the_log_lists_the_forms_of_matrices(
         ],
         "plain": ["1 never quantized (VocabParallelEmbedding)"],
     }
+    rounded = {"model.quantize": "int8", "model.activations": "auto"}
+    assert logged(plain, caplog, **rounded)["forms"] == [
+        "9 int8 in groups of 32 (float16 scales), inputs rounded"
+    ]
     assert logged(plain, caplog) == {}
     (tmp_path / "experts").mkdir()
     experts, _ = copies(tmp_path / "experts", writers.FORMATS["gptq"], "qwen3_moe", **SIZES)
@@ -284,14 +302,14 @@ def test_integers_reach_a_gpu_through_locked_buffers(
     """The device packs them after their copies."""
     quantized, _ = copies(tmp_path, writers.FORMATS[name], **SIZES)
     expected = weights_of(quantized)
-    pack = loaded_matrices.pack_quantized
+    pack = packed_weight.pack_quantized
 
     def pack_later(*args: Any) -> PackedQuantizedTensor:
         late_gpu.finish(late_gpu.num_queued)
         return pack(*args)
 
     monkeypatch.setattr(loader, "Uploads", lambda _device: Uploads(torch.device("cuda")))
-    monkeypatch.setattr(loaded_matrices, "pack_quantized", pack_later)
+    monkeypatch.setattr(packed_weight, "pack_quantized", pack_later)
     found = weights_of(quantized)
     assert late_gpu.num_queued >= 2 * len(found) > 0 and not late_gpu.locked
     assert [torch.equal(*pair) for pair in zip(found, expected, strict=True)] == [True] * 8
