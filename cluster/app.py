@@ -245,7 +245,7 @@ class ManagerDeployment:
         return await self._change(self._manager.resume)
 
     async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
-        """Make a change. Once it is in the manager's state it takes effect, also while Ray's GCS
+        """Makes a change. Once it is in the manager's state it takes effect, also while Ray's GCS
         does not answer; the result says whether it is stored in the checkpoint, too."""
         try:
             if (under_way := change()) is not None:
@@ -256,8 +256,8 @@ class ManagerDeployment:
         return ChangeResult(self._manager.target, is_stored=is_stored)
 
     async def _save(self) -> bool:
-        """Store the request. Returns False if the store does not answer in time: the manager stores
-        the request later. Raises ScaleRefused if another manager has taken over."""
+        """Stores the request. Returns False if the store does not answer in time: the manager
+        stores the request later. Raises ScaleRefused if another manager has taken over."""
         try:
             await asyncio.wait_for(self._manager.save(), _SAVE_TIMEOUT_S)
         except ScaleRefused:
@@ -363,7 +363,7 @@ class StoreDeployment(StoreService):
 
 
 async def _discover_manager(manager: DeploymentHandle, wanted: str) -> Contact:
-    """Find the manager. Raises TimeoutError; Serve then tries another replica."""
+    """Finds the manager. Raises TimeoutError; Serve then tries another replica."""
     async with asyncio.timeout(_DISCOVERY_TIMEOUT_S):
         while True:
             contact: Contact | None = await manager.contact.remote(wanted)

@@ -102,7 +102,7 @@ class LLM:
         adapter: str | Sequence[str] = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Generate a completion for every prompt: strings, lists of token ids or embeddings
+        """Generates a completion for every prompt: strings, lists of token ids or embeddings
         (`read_prompt_embeds`). The outputs have the order of the prompts.
 
         `sampling_params` is one `SamplingParams` for all prompts, or a list with one for each. The
@@ -142,7 +142,7 @@ class LLM:
         adapter: str = "",
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Generate a response to one conversation, or to each of several. With
+        """Generates a response to one conversation, or to each of several. With
         `continue_final_message` the output continues the last message. `adapter`: as in `generate`,
         for all conversations."""
         one = bool(messages) and isinstance(messages[0], Mapping)
@@ -251,26 +251,26 @@ class LLM:
         ]
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Load the adapter of a folder under this name, replacing one with the same name. Its
+        """Loads the adapter of a folder under this name, replacing one with the same name. Its
         weights are loaded at the first use. Needs `lora.enabled`. Raises ValueError."""
         path = str(Path(folder).absolute())
         adapter = check_adapter(name, path, self.config.lora.max_rank)
         self._loaded.load(adapter, in_place=True)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter of `load_adapter`. Raises ValueError."""
+        """Forgets an adapter of `load_adapter`. Raises ValueError."""
         self._loaded.unload(name)
 
     def sleep(self, level: int = 1) -> None:
-        """Free memory until `wake_up`. Level 1 frees the KV cache and on a GPU moves the weights to
-        host memory. Level 2 also drops the weights, which `wake_up` reads again. Raises ValueError
-        if the configuration does not support that."""
+        """Frees memory until `wake_up`. Level 1 frees the KV cache and on a GPU moves the weights
+        to host memory. Level 2 also drops the weights, which `wake_up` reads again. Raises
+        ValueError if the configuration does not support that."""
         if level not in (1, 2):
             raise ValueError(f"level={level!r} must be 1 or 2")
         self._engine.set_sleep(level)
 
     def wake_up(self) -> None:
-        """Undo `sleep`; outputs are the same as before. Raises ValueError if the weights of
+        """Undoes `sleep`; outputs are the same as before. Raises ValueError if the weights of
         `update_weights` turn out to be wrong; the previous ones are then used."""
         self._engine.set_sleep(0)
 
@@ -278,7 +278,7 @@ class LLM:
         return self._engine.sleep_level > 0
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Use other weights of the same model from now on: those of a folder, or all tensors of a
+        """Uses other weights of the same model from now on: those of a folder, or all tensors of a
         checkpoint by name. Clears the KV cache. While the engine sleeps, `wake_up` reads the
         weights. Raises ValueError for weights that cannot be used; the previous ones then stay."""
         self._engine.update_weights(source)
@@ -307,7 +307,7 @@ class LLM:
         self._engine.core.check_idle()
 
     def close(self) -> None:
-        """Stop the workers and free their memory; may be called twice."""
+        """Stops the workers and frees their memory; may be called twice."""
         self._engine.close()
 
     def __enter__(self) -> LLM:
@@ -329,7 +329,7 @@ class LLM:
         return _each_of("sampling params", params, SamplingParams, count)
 
     def _process(self, requests: Sequence[GenerationRequest]) -> list[ProcessedRequest]:
-        """Check and process all requests."""
+        """Checks and processes all requests."""
         if self._pooling is not None:
             raise generation_refusal(self._pooling.spec)
         return [self._input_processor.process(request) for request in requests]

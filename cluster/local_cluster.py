@@ -22,7 +22,7 @@ class LocalCluster:
     engine if it fails."""
 
     def __init__(self, config: Config) -> None:
-        """Load the model and join the engine. Raises the exception of a worker."""
+        """Loads the model and joins the engine. Raises the exception of a worker."""
         self.executor = build_executor(config)
         core = EngineCore(config, self.executor, self.executor.start())
         self._coordinator = coordinator = CoordinatorService(config.cluster)
@@ -40,7 +40,7 @@ class LocalCluster:
         return partial(AsyncEngineCoreClient, coordinator.address, coordinator.keys)
 
     def close(self) -> None:
-        """Stop the engine, its workers and the coordinator."""
+        """Stops the engine, its workers and the coordinator."""
         self._engine.stop()
         self._thread.join()
         self._coordinator.stop()

@@ -45,7 +45,7 @@ class LocalEngine:
     """Runs lists of requests, one list at a time. Not thread-safe."""
 
     def __init__(self, config: Config, detokenizer: Detokenizer) -> None:
-        """Load the model."""
+        """Loads the model."""
         self._config = config
         executor = build_executor(config)
         self.limits = executor.start()
@@ -63,7 +63,7 @@ class LocalEngine:
         return self.core.memory.sleep_level
 
     def set_sleep(self, level: int) -> None:
-        """Sleep at this level or deeper, or wake up with level 0. Raises ValueError if engines of
+        """Sleeps at this level or deeper, or wakes up with level 0. Raises ValueError if engines of
         this configuration cannot sleep so deeply, or if weights cannot be read."""
         if level and (refusal := sleep_refusal(self._config, level)):
             raise ValueError(refusal)
@@ -71,7 +71,7 @@ class LocalEngine:
             self._change_workers(lambda: self.core.memory.set_sleep(level))
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Use other weights; see `LLM.update_weights`."""
+        """Uses other weights; see `LLM.update_weights`."""
         if refusal := sleep_refusal(self._config, 2):
             raise ValueError(
                 "the weights cannot be replaced, for the same reason as a sleep at "
@@ -90,7 +90,7 @@ class LocalEngine:
             self._remove_folders(self.core.memory.weight_folders)
 
     def _change_workers(self, change: Callable[[], object]) -> None:
-        """Run a change of the workers. If it is interrupted, their state is unknown: the next call
+        """Runs a change of the workers. If it is interrupted, their state is unknown: the next call
         resets."""
         clean, self._clean = self._clean, False
         try:
@@ -103,7 +103,7 @@ class LocalEngine:
             self._remove_folders(self.core.memory.weight_folders)
 
     def close(self) -> None:
-        """Stop the workers; may be called twice."""
+        """Stops the workers; may be called twice."""
         self.core.shutdown()
         self._remove_folders(())
 
@@ -113,7 +113,7 @@ class LocalEngine:
             folder.cleanup()
 
     def run(self, processed: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Run all requests, each with one prompt and an id of its own: each one is completed, or
+        """Runs all requests, each with one prompt and an id of its own: each one is completed, or
         dropped after an error. Raises RuntimeError while the engine sleeps."""
         if level := self.core.memory.sleep_level:
             raise RuntimeError(f"the engine sleeps at level {level}; call wake_up() first")
@@ -175,7 +175,7 @@ class LocalEngine:
             self.core.abort_requests(ids)
 
     def _reset(self) -> None:
-        """Reset the engine, with an empty cache. An interrupt may have come between any two lines,
+        """Resets the engine, with an empty cache. An interrupt may have come between any two lines,
         so no state of requests can be trusted. It may also come here."""
         self._clean = False
         self.processor = OutputProcessor(self._detokenizer)

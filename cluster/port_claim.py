@@ -86,8 +86,8 @@ class PortClaims:
                 self._check(_name(host), host, port, is_own)
 
     def claim(self, host: str, port: int, owner: str, supervisor: int) -> PortClaim:
-        """Make a claim that this process holds. `supervisor`: the process that lives as long as the
-        application. Raises ConfigError if another owner has an overlapping claim."""
+        """Makes a claim that this process holds. `supervisor`: the process that lives as long as
+        the application. Raises ConfigError if another owner has an overlapping claim."""
         with self._gate():
             self._check(_name(host), host, port, owner.__eq__)
             path = self._folder / f"{self._network}-{port}-{_name(host)}"
@@ -133,7 +133,7 @@ class PortClaims:
 
     @contextlib.contextmanager
     def _gate(self) -> Iterator[None]:
-        """Let one process at a time read and make claims. Raises ConfigError if the folder is not
+        """Lets one process at a time read and make claims. Raises ConfigError if the folder is not
         private."""
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
@@ -175,25 +175,25 @@ class PortClaim:
         self._supervisor = supervisor
 
     def write(self) -> None:
-        """Write the record. The caller holds the gate."""
+        """Writes the record. The caller holds the gate."""
         data = msgspec.json.encode(_Record(self._owner, self._supervisor, os.getpid()))
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, data, 0)
         self.renew()
 
     def renew(self) -> None:
-        """Extend the claim: it outlives this process by `LEASE_S` from now."""
+        """Extends the claim: it outlives this process by `LEASE_S` from now."""
         now_s = self._claims._now()
         os.utime(self._lock, (now_s, now_s))
 
     def set_owner(self, owner: str) -> None:
-        """Give the claim to another owner; no other process may hold it."""
+        """Gives the claim to another owner; no other process may hold it."""
         with self._claims._gate():
             self._owner = owner
             self.write()
 
     def release(self, *, ends: bool) -> None:
-        """Stop holding the claim. `ends`: the application stops, so the claim does not wait for a
+        """Stops holding the claim. `ends`: the application stops, so the claim does not wait for a
         successor."""
         if self._lock < 0:
             return

@@ -29,7 +29,7 @@ _SHORTEST_LIMIT_S = 3.0
 
 
 def watch(name: str, stall_timeout_s: float) -> None:
-    """Kill this process if the calling event loop hangs for `stall_timeout_s`, or for 3 s if that
+    """Kills this process if the calling event loop hangs for `stall_timeout_s`, or for 3 s if that
     is longer. `name`: see `Watchdog`."""
     Watchdog(name, max(_SHORTEST_LIMIT_S, stall_timeout_s)).start()
 
@@ -54,13 +54,13 @@ class Watchdog:
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the watchdog. Call this in the loop to watch, after its slow initialization."""
+        """Starts the watchdog. Call this in the loop to watch, after its slow initialization."""
         self._start_process()
         work = exit_on_error_async(self._report_forever, "watchdog")
         self._task = asyncio.create_task(work)
 
     async def stop(self) -> None:
-        """Stop the watchdog."""
+        """Stops the watchdog."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -104,7 +104,7 @@ class Watchdog:
 
     @staticmethod
     def _end_process(process: subprocess.Popen[bytes]) -> None:
-        """Wait until the watchdog reads the end of the pipe. Kill it if it hangs."""
+        """Waits until the watchdog reads the end of the pipe. Kills it if it hangs."""
         try:
             process.wait(timeout=5.0)
         except subprocess.TimeoutExpired:

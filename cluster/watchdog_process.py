@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def watch(pipe: int, parent: int, thread: int, limit_s: float) -> bool:
-    """Wait until the loop has hung for `limit_s`, and return True; False: its process has
+    """Waits until the loop has hung for `limit_s`, and returns True; False: its process has
     exited."""
     turn_s = limit_s / _TURNS
     silent_s, waited_s = 0.0, _waited_for_a_core_s(parent, thread)
@@ -54,14 +54,14 @@ def _waited_for_a_core_s(process: int, thread: int) -> float:
 
 
 def _end_with_parent(signal_number: int) -> None:
-    """Let the kernel send this signal when the parent dies; 0: none. The signal also reaches a
+    """Lets the kernel send this signal when the parent dies; 0: none. The signal also reaches a
     watchdog that hangs and would not read the end of the pipe."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def main(arguments: list[str]) -> None:
-    """Run the watchdog. Raises ValueError for arguments that do not match the module's usage
+    """Runs the watchdog. Raises ValueError for arguments that do not match the module's usage
     line."""
     (parent, thread), limit_s, name = map(int, arguments[:2]), float(arguments[2]), arguments[3]
     _end_with_parent(signal.SIGKILL)

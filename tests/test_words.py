@@ -39,6 +39,17 @@ OPENINGS = re.compile(
 )
 """A docstring begins with a verb or with a noun, not with one of these."""
 
+IMPERATIVES = re.compile(
+    r"(Add|Announce|Append|Ask|Become|Build|Call|Cancel|Check|Choose|Claim|Close|Collect|Compute"
+    r"|Connect|Continue|Convert|Correct|Count|Create|Decide|Delete|Deploy|Drop|Encode|End|Exit"
+    r"|Extend|Fail|Find|Forget|Free|Generate|Get|Give|Handle|Hide|Interrupt|Keep|Kill|Let|Listen"
+    r"|Load|Make|Mark|Measure|Move|Open|Parse|Print|Put|Raise|Read|Record|Refuse|Remove|Replace"
+    r"|Report|Request|Reserve|Reset|Restart|Return|Run|Send|Serve|Set|Show|Sleep|Start|Stop|Store"
+    r"|Stream|Summarize|Take|Tell|Terminate|Try|Undo|Update|Upgrade|Use|Wait|Wake|Write|Yield)"
+    r"\b(?! of\b)"
+)
+"""The docstring of a function says what it does: "Returns", not "Return"."""
+
 PHRASES = {
     "inverted negation": r"(?<!there )(?<!that )\b(is|are|was|were|has|have) no"
     r" (?!longer\b|more\b|less\b)",
@@ -223,6 +234,14 @@ def complaints(source: str) -> list[str]:
     ]
 
 
+def imperatives(source: str) -> list[str]:
+    """One line for each docstring of a function that begins with an imperative."""
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    found = (node for node in statements(ast.parse(source)) if isinstance(node, functions))
+    texts = ((node.lineno, ast.get_docstring(node) or "") for node in found)
+    return [f"{line}: {text[:80]}" for line, text in texts if IMPERATIVES.match(text)]
+
+
 def message_complaints(source: str, exempt: Container[str] = ()) -> list[str]:
     """One line for each banned opening or phrase in a file's string literals."""
     return [
@@ -288,6 +307,11 @@ def test_words_are_plain() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+def test_docstrings_of_functions_are_indicative() -> None:
+    found = {name: imperatives((ROOT / name).read_text()) for name in names(MESSAGES_CHECKED)}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_messages_are_plain() -> None:
     found = {
         name: message_complaints((ROOT / name).read_text(), NOT_MESSAGES.get(name, ()))
@@ -319,6 +343,12 @@ def test_complaints() -> None:
     assert len(complaints("# This is no queue, which is to be seen anew.")) == 3
     assert len(complaints("# Somebody waits in vain for so few rows. Of all, one.")) == 4
     assert complaints('"""Returns the queue. There is no other: `so many alone`."""') == []
+
+
+def test_imperatives() -> None:
+    source = 'class A:\n    """Load."""\n    async def f(self):\n        """%s the queue."""\n'
+    assert imperatives(source % "Keep") == ["3: Keep the queue."]
+    assert imperatives(source % "Keeps") == imperatives(source % "Load of") == []
 
 
 def test_name_complaints() -> None:

@@ -126,7 +126,7 @@ def drain(args: argparse.Namespace) -> int:
 
 
 def upgrade(args: argparse.Namespace) -> int:
-    """Upgrade and wait until all engines run the version. Raises ServerError if the upgrade is
+    """Upgrades and waits until all engines run the version. Raises ServerError if the upgrade is
     rolled back or replaced by another one."""
     request = UpgradeRequest(config=given_settings(args.config, dict(args.set)))
     request.check()
@@ -185,7 +185,7 @@ def _change(args: argparse.Namespace, path: str, request: RequestBody) -> int:
 
 
 async def _request(client: Client, path: str, request: RequestBody) -> Accepted:
-    """Request a change. Say so if it is accepted but not stored."""
+    """Requests a change. Says so if it is accepted but not stored."""
     accepted = await client.post(path, request, Accepted)
     if not accepted.stored:
         print(NOT_STORED, file=sys.stderr, flush=True)
@@ -193,13 +193,13 @@ async def _request(client: Client, path: str, request: RequestBody) -> Accepted:
 
 
 def _switch(args: argparse.Namespace, path: str, body: RequestBody | None = None) -> int:
-    """Send the request and show the state afterwards."""
+    """Sends the request and shows the state afterwards."""
     asyncio.run(_request(Client(args.url, args.api_key), path, body or RequestBody()))
     return status(args)
 
 
 def sleep(args: argparse.Namespace) -> int:
-    """Wait until all engines sleep at this level or deeper. Raises ServerError after
+    """Waits until all engines sleep at this level or deeper. Raises ServerError after
     `_SWITCH_S`."""
     requests: Literal["wait", "refuse"] = "refuse" if args.refuse else "wait"
     request = SleepRequest(level=args.level, requests=requests)
@@ -207,7 +207,7 @@ def sleep(args: argparse.Namespace) -> int:
 
 
 def wake(args: argparse.Namespace) -> int:
-    """Wait until all engines are awake. Raises ServerError after `_SWITCH_S`."""
+    """Waits until all engines are awake. Raises ServerError after `_SWITCH_S`."""
     return _show_sleep(args, "/admin/wake", RequestBody(), _is_awake)
 
 
@@ -240,7 +240,7 @@ def _show_sleep(
 async def _until_all(
     client: Client, path: str, request: RequestBody, is_done: Callable[[EngineState], bool]
 ) -> ClusterState:
-    """Send the request. Returns the state once `is_done` is true for all engines that stay and the
+    """Sends the request. Returns the state once `is_done` is true for all engines that stay and the
     cluster is paused or resumed."""
     await _request(client, path, request)
     wants_pause = path == "/admin/sleep"
@@ -267,7 +267,7 @@ resume = partial(_switch, path="/admin/resume")
 
 
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:
-    """Request a change and print its phases until it is complete. Returns the state. Raises
+    """Requests a change and prints its phases until it is complete. Returns the state. Raises
     ServerError if the change fails."""
     await _request(client, path, request)
     started, reported = time.monotonic(), ""

@@ -85,7 +85,7 @@ class Report(msgspec.Struct, frozen=True):
 
 
 def bench(args: argparse.Namespace) -> int:
-    """Measure, print and write the report. Returns 1 if a request failed."""
+    """Measures, prints and writes the report. Returns 1 if a request failed."""
     arguments = {k: v for k, v in vars(args).items() if k not in ("api_key", "command")}
     if args.url is not None:
         samples, duration_s = asyncio.run(_load(args))
@@ -103,7 +103,7 @@ def bench(args: argparse.Namespace) -> int:
 
 
 async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
-    """Send all requests, `concurrency` at a time. Returns their samples and the duration in
+    """Sends all requests, `concurrency` at a time. Returns their samples and the duration in
     seconds."""
     client = Client(args.url, args.api_key)
     model = await _model(client, args.input_tokens + args.output_tokens)
@@ -125,7 +125,7 @@ async def _load(args: argparse.Namespace) -> tuple[list[Sample], float]:
 
 
 async def measure(client: Client, body: bytes, expected_tokens: int) -> Sample:
-    """Stream one response. It has failed if the server reports an error or tokens are missing."""
+    """Streams one response. It has failed if the server reports an error or tokens are missing."""
     sample = Sample()
     started = last = time.perf_counter()
     end = b""
@@ -233,7 +233,7 @@ def _offline(args: argparse.Namespace) -> tuple[list[Sample], float]:
 
 
 def summarize(samples: Sequence[Sample], duration_s: float, arguments: JsonObject) -> Report:
-    """Summarize samples. Rates and latencies only count successful requests."""
+    """Summarizes samples. Rates and latencies only count successful requests."""
     good = [sample for sample in samples if sample.error is None]
     errors = [sample.error for sample in samples if sample.error is not None]
     prompt_tokens = sum(sample.prompt_tokens for sample in good)

@@ -33,7 +33,7 @@ class ServerProcess:
         self.last_lines: deque[str] = deque(maxlen=15)
 
     async def start(self, limit_s: float) -> str:
-        """Start the server and return the URL from its `ready:` line. Raises ServerError."""
+        """Starts the server and returns the URL from its `ready:` line. Raises ServerError."""
         adopt_orphans()
         # Use a new session: Ctrl-C in a terminal reaches only this process, which stops the server
         # in order.
@@ -56,8 +56,8 @@ class ServerProcess:
         return url
 
     async def _relay_until(self, prefix: str | None) -> str | None:
-        """Print lines up to one with `prefix`, and return the rest of that line; None if there was
-        none."""
+        """Prints lines up to one with `prefix`, and returns the rest of that line; None if there
+        was none."""
         assert self._process is not None and self._process.stdout is not None
         async for raw in self._process.stdout:
             line = raw.decode(errors="replace").rstrip()
@@ -68,7 +68,7 @@ class ServerProcess:
         return None
 
     async def stop(self) -> str | None:
-        """Interrupt the server and wait. Returns None, or what was not clean. Kills remaining
+        """Interrupts the server and waits. Returns None, or what was not clean. Kills remaining
         processes."""
         if self._process is None:
             return None
@@ -93,7 +93,7 @@ class ServerProcess:
         return error
 
     async def _wait_for_descendants(self) -> dict[int, str]:
-        """Wait up to `_VANISH_S` for all descendants. Returns those that still run."""
+        """Waits up to `_VANISH_S` for all descendants. Returns those that still run."""
         deadline = time.monotonic() + _VANISH_S
         while (left := descendants(os.getpid())) and time.monotonic() < deadline:
             await asyncio.sleep(0.1)
@@ -101,7 +101,7 @@ class ServerProcess:
 
 
 def adopt_orphans() -> None:
-    """Make orphaned descendants children of this process instead of process 1. Linux only."""
+    """Makes orphaned descendants children of this process instead of process 1. Linux only."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -13,7 +13,7 @@ from rich.table import Table
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1
 ) -> None:
-    """Print a table. The first `left` columns are text, the others numbers."""
+    """Prints a table. The first `left` columns are text, the others numbers."""
     terminal = sys.stdout.isatty()
     table = Table(
         title=title or None,

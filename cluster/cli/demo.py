@@ -153,7 +153,7 @@ class Screen:
 
 @contextlib.contextmanager
 def open_screen(open: Mapping[int, Answer], answers: Sequence[Answer]) -> Iterator[Screen]:
-    """Open the screen that suits standard output."""
+    """Opens the screen that suits standard output."""
     terminal = sys.stdout.isatty()
     live = Live(auto_refresh=False, transient=True) if terminal else contextlib.nullcontext()
     with live as table:
@@ -161,7 +161,7 @@ def open_screen(open: Mapping[int, Answer], answers: Sequence[Answer]) -> Iterat
 
 
 async def stream_answer(client: Client, model: str, answer: Answer) -> None:
-    """Stream one response into `answer`. Raises DemoFailed."""
+    """Streams one response into `answer`. Raises DemoFailed."""
     body = msgspec.json.encode(
         {
             "model": model,
@@ -192,7 +192,7 @@ async def stream_answer(client: Client, model: str, answer: Answer) -> None:
 async def send_prompts(
     client: Client, model: str, place: int, record: DemoRecord, stop: asyncio.Event
 ) -> None:
-    """Run one client: it sends its own prompt first, then all others in turn until `stop`."""
+    """Runs one client: it sends its own prompt first, then all others in turn until `stop`."""
     for prompt, right in islice(cycle(PROMPTS), place, None):
         if stop.is_set():
             break
@@ -203,7 +203,7 @@ async def send_prompts(
 
 
 async def grow(client: Client, record: DemoRecord) -> None:
-    """Request one more engine once tokens stream, and wait until it has served. Raises
+    """Requests one more engine once tokens stream, and waits until it has served. Raises
     DemoFailed."""
     before = await client.get("/admin/cluster", ClusterState)
     record.old_ranks = {str(engine.rank) for engine in before.engines}
@@ -230,7 +230,7 @@ async def _limit(limit_s: float, failure: str) -> AsyncIterator[None]:
 
 
 async def run_demo(url: str) -> DemoRecord:
-    """Run the part of the demo between `ready` and the shutdown."""
+    """Runs the part of the demo between `ready` and the shutdown."""
     client = Client(url, timeout_s=60)
     model = (await client.get("/v1/models", ModelList)).data[0].id
     record, stop = DemoRecord(), asyncio.Event()
@@ -256,7 +256,7 @@ async def run_demo(url: str) -> DemoRecord:
 
 
 def print_summary(record: DemoRecord) -> None:
-    """Print the first response to each prompt, then the counts."""
+    """Prints the first response to each prompt, then the counts."""
     rows = []
     for prompt, _ in PROMPTS:
         answer = next(answer for answer in record.answers if answer.prompt == prompt)
@@ -282,8 +282,8 @@ def print_summary(record: DemoRecord) -> None:
 
 
 async def run_with_server(config: str, port: int) -> None:
-    """Start the server, run the demo, stop and check. Raises DemoFailed; the child never outlives
-    this."""
+    """Starts the server, runs the demo, stops and checks. Raises DemoFailed; the child never
+    outlives this."""
     began = time.monotonic()
     task = asyncio.current_task()
     assert task is not None

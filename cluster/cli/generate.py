@@ -33,7 +33,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def quiet_transformers() -> None:
-    """Hide the warnings of `transformers`, which are about training; errors are still raised."""
+    """Hides the warnings of `transformers`, which are about training; errors are still raised."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

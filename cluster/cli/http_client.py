@@ -54,7 +54,7 @@ class Client:
     async def open(
         self, method: str, path: str, body: bytes | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Open a response with a status below 400, for the duration of the context. `body` is
+        """Opens a response with a status below 400, for the duration of the context. `body` is
         JSON."""
         timeout = aiohttp.ClientTimeout(self._timeout_s, connect=_CONNECT_S)
         url, headers = self.url + path, self._headers

@@ -47,7 +47,7 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve until SIGINT or SIGTERM, then drain and stop everything that was started.
+    """Serves until SIGINT or SIGTERM, then drains and stops everything that was started.
 
     Raises ConfigError and StartupError; then nothing is left running.
     """
@@ -96,7 +96,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _exit_at_once() -> NoReturn:
-    """Exit without the exit handlers of libraries: Ray's would wait a minute for a GCS that has
+    """Exits without the exit handlers of libraries: Ray's would wait a minute for a GCS that has
     exited."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
@@ -166,7 +166,7 @@ def _serve_until(
 
 @contextlib.contextmanager
 def _ending_sets(stop: threading.Event) -> Iterator[None]:
-    """Set it when the application begins to end, also after an error."""
+    """Sets it when the application begins to end, also after an error."""
     try:
         yield
     finally:
@@ -175,7 +175,7 @@ def _ending_sets(stop: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _files() -> Iterator[Path]:
-    """Create a private folder for the files of this start, after removing abandoned folders of
+    """Creates a private folder for the files of this start, after removing abandoned folders of
     earlier starts. Afterwards, remove the unpacked files of GGUF models that no process uses."""
     remove_abandoned()
     try:
@@ -231,7 +231,7 @@ def _ray(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> Iterator[RayProcesses]:
-    """Connect to the Ray cluster at `address`, or start one on this machine that does not leave
+    """Connects to the Ray cluster at `address`, or starts one on this machine that does not leave
     files. Yields the processes that were started for it."""
     if address is None:
         use_private_files(folder, screen.line)
@@ -278,7 +278,7 @@ def _wait_until_ready(
     show: Callable[[str], None],
     on_ingress: Callable[[], None],
 ) -> str | None:
-    """Show the reason of the wait until the cluster is ready. Returns the address of an ingress's
+    """Shows the reason of the wait until the cluster is ready. Returns the address of an ingress's
     host; None: stopped meanwhile. `on_ingress`: called when an ingress answers. Raises StartupError
     after `limit_s`, or if the start failed.
 

@@ -243,7 +243,7 @@ EXPECTED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 1 for an error, 2 for wrong usage."""
+    """Runs one command and returns its exit code: 1 for an error, 2 for wrong usage."""
     args = _parser().parse_args(argv)
     try:
         return int(resolve_name(COMMANDS[args.command].run)(args))

@@ -155,7 +155,7 @@ async def _answer_all(
     output: _Output,
     bars: Progress,
 ) -> int:
-    """Write the output of each line when it is known. Returns how many have failed. Raises the
+    """Writes the output of each line when it is known. Returns how many have failed. Raises the
     exception of the engine if that fails."""
     bar = bars.add_task("loading the model", total=None)
     limit = in_flight or 2 * config.scheduler.max_rows

@@ -26,7 +26,7 @@ _OWNER = "owner"
 
 @contextlib.contextmanager
 def session_folder(*, keep: bool = False, parent: Path = _PARENT) -> Iterator[str]:
-    """Create a folder for the duration of the context. `keep`: the folder and its logs stay."""
+    """Creates a folder for the duration of the context. `keep`: the folder and its logs stay."""
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
     lock = os.open(path / f"{_OWNER}.new", os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
@@ -41,7 +41,7 @@ def session_folder(*, keep: bool = False, parent: Path = _PARENT) -> Iterator[st
 
 
 def remove_abandoned(parent: Path = _PARENT) -> list[Path]:
-    """Remove folders of this user whose owner has died. Returns them."""
+    """Removes folders of this user whose owner has died. Returns them."""
     removed: list[Path] = []
     used: set[str] | None = None
     for path in sorted(parent.glob(f"{_PREFIX}*")):

@@ -32,7 +32,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = list(self._system)
 
     def send(self, text: str) -> None:
-        """Send a message and print the response as it streams. Ctrl-C stops it and keeps the text
+        """Sends a message and prints the response as it streams. Ctrl-C stops it and keeps the text
         so far.
 
         After a ServerError the conversation is as before.

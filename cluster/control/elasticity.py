@@ -64,7 +64,7 @@ class Elasticity:
         return control_state.follow_load(state, decision.engines, self._config.cluster)
 
     async def follow_nodes_forever(self) -> None:
-        """Replace engines on hosts that will be taken away, so that they leave before their host
+        """Replaces engines on hosts that will be taken away, so that they leave before their host
         does."""
         while True:
             try:
@@ -75,7 +75,7 @@ class Elasticity:
             await asyncio.sleep(2 * self._config.cluster.heartbeat_s)
 
     def _move_engines(self, draining: Mapping[str, float]) -> None:
-        """Move, drain or keep engines. `draining`: also contains the nodes of the previous poll:
+        """Moves, drains or keeps engines. `draining`: also contains the nodes of the previous poll:
         when a host is gone its notice is gone too, and its engines are known to be dead one poll
         later."""
         drain_timeout_s = self._config.cluster.drain_timeout_s

@@ -100,7 +100,7 @@ class ClusterManager:
         self._log = StructuredLogger("cluster.manager")
 
     async def start(self) -> None:
-        """Take over the state that an earlier manager left, and start to reconcile."""
+        """Takes over the state that an earlier manager left, and starts to reconcile."""
         async with self._lifecycle_lock:
             await self._coordinator.open()
             found = await self._claim()
@@ -132,7 +132,7 @@ class ClusterManager:
                 self._fleet.tasks.spawn(exit_on_error_async(loop, f"manager: {name}"))
 
     async def _claim(self) -> Membership:
-        """Claim leadership. Returns what the coordinator knows then: the earlier manager may have
+        """Claims leadership. Returns what the coordinator knows then: the earlier manager may have
         sent its newest state just before."""
         await self._checkpoints.claim()
         found = await self._coordinator.membership()
@@ -144,11 +144,11 @@ class ClusterManager:
         return found
 
     async def leave(self) -> None:
-        """Stop working without terminating anything: a successor takes over."""
+        """Stops working without terminating anything: a successor takes over."""
         await self._fleet.tasks.cancel()
 
     async def stop(self) -> None:
-        """Let the engines finish their requests, then terminate them and the coordinator, unless
+        """Lets the engines finish their requests, then terminates them and the coordinator, unless
         another manager leads. A `start` in progress completes first.
 
         Serve stops the ingresses at the same time: they refuse new requests and finish their
@@ -181,7 +181,7 @@ class ClusterManager:
         return self._state.pause_requested
 
     async def scale(self, engines: int, drain_timeout_s: float | None = None) -> None:
-        """Set the target number of engines, even during a change. Raises ScaleRefused."""
+        """Sets the target number of engines, even during a change. Raises ScaleRefused."""
         async with self._scale_lock:
             grows = engines > len(self._fleet.view().staying)
             reason = await self._placement.refusal(self.upgrader.wanted, engines) if grows else None
@@ -193,7 +193,7 @@ class ClusterManager:
             self._begin(state)
 
     async def upgrade(self, config_hash: str, config: Config, *, in_place: bool = False) -> None:
-        """Replace all engines by engines with another configuration, or `in_place` only their
+        """Replaces all engines by engines with another configuration, or `in_place` only their
         weights. Returns once the request survives this manager. Raises ScaleRefused."""
         control_state.check_accepts(self._state)
         if in_place:
@@ -206,26 +206,26 @@ class ClusterManager:
             self._wake.set()
 
     def drain(self, rank: int) -> None:
-        """Take one engine out and lower the target by one. If the engine is already leaving, its
+        """Takes one engine out and lowers the target by one. If the engine is already leaving, its
         drain time starts again. Raises ScaleRefused."""
         state = control_state.drain(self._state, self._fleet.view(), rank, self._limits)
         self._fleet.leave(rank, self._limits.drain_timeout_s, is_drain=True)
         self._begin(state)
 
     def _begin(self, state: ControlState) -> None:
-        """Start a change at once; `_reconcile_forever` does what cannot start yet."""
+        """Starts a change at once; `_reconcile_forever` does what cannot start yet."""
         self._state = state
         self._reconcile()
         self._wake.set()
 
     async def pause(self, sleep: Sleep | None = None) -> None:
-        """Stop all computation; engines keep their requests and with `sleep` release memory. A
+        """Stops all computation; engines keep their requests and with `sleep` release memory. A
         change in progress continues: new engines are paused as they join, and leaving engines hand
         over their requests. Raises ScaleRefused."""
         await self._set_pause(True, sleep)
 
     async def resume(self) -> None:
-        """End a pause. Raises ScaleRefused."""
+        """Ends a pause. Raises ScaleRefused."""
         await self._set_pause(False)
 
     async def _set_pause(self, paused: bool, sleep: Sleep | None = None) -> None:
@@ -239,7 +239,7 @@ class ClusterManager:
             raise ScaleRefused(control_state.TAKEN_OVER) from None
 
     async def save(self) -> None:
-        """Store the newest request so that it survives this manager. Raises ScaleRefused."""
+        """Stores the newest request so that it survives this manager. Raises ScaleRefused."""
         control_state.check_accepts(self._state)
         if not await self._checkpoints.save(self._checkpoint()):
             raise ScaleRefused(control_state.TAKEN_OVER)
@@ -324,7 +324,7 @@ class ClusterManager:
                     await self._wake.wait()
 
     def _reconcile(self) -> float | None:
-        """Start what is missing. Returns the seconds until the next plan if nothing happens."""
+        """Starts what is missing. Returns the seconds until the next plan if nothing happens."""
         extra_wait_s = self.upgrader.reconcile(self._state, self._grow)
         self._state, plan = control_state.plan(self._state, self._fleet.view(), self._now())
         self._execute(plan)
@@ -405,7 +405,7 @@ class ClusterManager:
                 await self._reopen_coordinator()
 
     async def _reopen_coordinator(self) -> None:
-        """Restart a coordinator that is dead for good, unless another manager leads: one with
+        """Restarts a coordinator that is dead for good, unless another manager leads: one with
         another configuration terminates the old coordinator."""
         if not await self._checkpoints.is_leader():
             await self._step_down()
@@ -421,7 +421,7 @@ class ClusterManager:
         await self._fleet.tasks.cancel()
 
     async def _on_membership(self, now: Membership) -> None:
-        """Correct the coordinator's state, which after a restart is only what engines report."""
+        """Corrects the coordinator's state, which after a restart is only what engines report."""
         if not now.manager_state.is_led_by(self._checkpoints.manager_id()):
             await self._step_down()
             return

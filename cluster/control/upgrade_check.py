@@ -46,7 +46,7 @@ class ModelFileReads:
         self._limit_s = limit_s
 
     async def run(self, make: Make, running: Config, wanted: object) -> tuple[Config, list[str]]:
-        """Call `make` in a thread. Raises UpgradeRefused, also after the time limit."""
+        """Calls `make` in a thread. Raises UpgradeRefused, also after the time limit."""
         try:
             future = self._calls.submit(lambda: make(running, wanted), _folder_of(wanted))
             return await asyncio.wait_for(asyncio.wrap_future(future), self._limit_s)
@@ -160,7 +160,7 @@ def with_other_weights(running: Config, path: str) -> tuple[Config, list[str]]:
 
 
 def _load(data: Mapping[str, Any]) -> Config:
-    """Load the configuration without resolving relative model paths: each process would resolve
+    """Loads the configuration without resolving relative model paths: each process would resolve
     them against its own working directory. Raises ConfigError."""
     config, given = load(data), check_config(data)
     if not Path(given.model.path).is_absolute():
@@ -172,8 +172,8 @@ def _load(data: Mapping[str, Any]) -> Config:
 
 
 def _refuse_relative(running: Config, requested: Config) -> None:
-    """Refuse relative model paths. An unchanged hub id of the running model may stay: its tokenizer
-    does not change."""
+    """Refuses relative model paths. An unchanged hub id of the running model may stay: its
+    tokenizer does not change."""
     for key, old, new in (
         ("model.path", running.model, requested.model),
         ("drafts.model.path", running.drafts.model, requested.drafts.model),

@@ -71,7 +71,7 @@ class Upgrader:
         return self._state.starts
 
     def take_over(self, record: UpgradeRecord, found: Membership) -> None:
-        """Continue with the record of an earlier manager. `found`: its engines, and the versions
+        """Continues with the record of an earlier manager. `found`: its engines, and the versions
         that unfinished responses need."""
         in_use = {*found.versions, *(member.version for member in found.view.roster.members)}
         self._state = upgrade.take_over(record, self._config_hash, self._config, in_use)
@@ -101,7 +101,7 @@ class Upgrader:
         *,
         in_place: bool = False,
     ) -> None:
-        """Set another target version. Returns once the request is stored and survives the manager.
+        """Sets another target version. Returns once the request is stored and survives the manager.
         `in_place`: only the weights differ, and processes stay. Raises ScaleRefused and then
         changes nothing."""
         if reason := await self._placement.refusal(Version.of(0, config_hash, config), target):
@@ -130,12 +130,12 @@ class Upgrader:
         self._log.info("upgrade", stage=self.record.stage, version=self.record.wanted)
 
     def set_needed(self, versions: Sequence[str]) -> bool:
-        """Set the versions of unfinished responses. Returns whether they have changed."""
+        """Sets the versions of unfinished responses. Returns whether they have changed."""
         before, self._needed = self._needed, frozenset(self.record.known(versions))
         return before != self._needed
 
     def reconcile(self, control: ControlState, grow: Grow) -> float | None:
-        """Start the next steps. Returns the seconds until the next plan if nothing happens
+        """Starts the next steps. Returns the seconds until the next plan if nothing happens
         before."""
         if self._is_saving:
             return None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
@@ -21,7 +20,7 @@ from tests.test_layers import ROOT
 FOLDER = ROOT / "configs" / "prometheus"
 RULES = yaml.safe_load((FOLDER / "alerts.yaml").read_text())["groups"][0]["rules"]
 OF_PROMETHEUS = {"up"}
-FIRING = Path(__file__).parent / "alerts_test.yaml"
+FIRING = ROOT / "tests" / "data" / "alerts_test.yaml"
 NAME = re.compile(r"\b(?:swell_\w+|up)\b")
 SELECTOR = re.compile(r'(swell_\w+)\{(\w+)=~?"([^"]+)"\}')
 

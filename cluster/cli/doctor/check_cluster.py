@@ -53,7 +53,7 @@ def room(survey: Survey) -> list[Finding]:
 
 
 def free_resources(survey: Survey) -> list[Finding]:
-    """Check that the room is free. Skipped while engines run, because they hold what this
+    """Checks that the room is free. Skipped while engines run, because they hold what this
     configuration may need."""
     config = survey.resolved
     if config is None or survey.address is None or survey.engines_running or room(survey)[0].remedy:
@@ -84,7 +84,7 @@ def token_authentication(survey: Survey) -> list[Finding]:
 
 
 def health_checks(survey: Survey) -> list[Finding]:
-    """Check how fast the GCS detects a lost host. An unanswered check takes the timeout plus the
+    """Checks how fast the GCS detects a lost host. An unanswered check takes the timeout plus the
     period. TCP retransmits within twice the duration of an outage, so an outage of half the
     detection time loses no host."""
     facts = survey.hosts.get(survey.head or "")
@@ -147,7 +147,7 @@ def ports(survey: Survey) -> list[Finding]:
 
 
 def http_port(survey: StartSurvey) -> list[Finding]:
-    """Check the HTTP port. Skipped while engines run, because their own ingress probably has the
+    """Checks the HTTP port. Skipped while engines run, because their own ingress probably has the
     port."""
     if survey.config is None:
         return []
@@ -204,7 +204,7 @@ def _tried(survey: Survey) -> str:
 
 
 def clocks(survey: Survey) -> list[Finding]:
-    """Check the clocks. The error of a host is its difference from the median of all hosts,
+    """Checks the clocks. The error of a host is its difference from the median of all hosts,
     including itself; of two hosts either may be wrong."""
     ahead: dict[str, dict[str, list[float]]] = {}
     for link in survey.links:
@@ -251,7 +251,7 @@ def files(survey: StartSurvey) -> list[Finding]:
 
 
 def model(survey: Survey) -> list[Finding]:
-    """Check the model on hosts that can read its folder: `files` reports the others."""
+    """Checks the model on hosts that can read its folder: `files` reports the others."""
     if survey.config is None:
         return []
     verdicts = {
@@ -271,7 +271,7 @@ def _model_problem(facts: HostFacts) -> str | None:
 
 
 def same_files(survey: Survey) -> list[Finding]:
-    """Check that hosts have the same files. Hosts that cannot read one are left out, because
+    """Checks that hosts have the same files. Hosts that cannot read one are left out, because
     `files` reports them. So are hosts without any: a model that is not in a host's cache yet is
     downloaded at the start."""
     if survey.config is None:

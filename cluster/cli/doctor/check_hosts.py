@@ -28,7 +28,7 @@ USED_GPU_PART = 0.05
 
 
 def python(survey: Survey) -> list[Finding]:
-    """Check Python. Ray also refuses processes with another patch level."""
+    """Checks Python. Ray also refuses processes with another patch level."""
     values = {host: facts.python for host, facts in survey.hosts.items()}
     specifier = survey.requirements.python
     verdicts = {
@@ -85,8 +85,8 @@ def torch(survey: Survey) -> list[Finding]:
 
 
 def compiler(survey: Survey) -> list[Finding]:
-    """Check the compiler, unless engines run on GPUs: CPU kernels are compiled where engines run on
-    CPUs."""
+    """Checks the compiler, unless engines run on GPUs: CPU kernels are compiled where engines run
+    on CPUs."""
     config = survey.resolved
     if config is not None and config.model.device == "cuda":
         return []
@@ -101,7 +101,7 @@ def compiler(survey: Survey) -> list[Finding]:
 
 
 def processors(survey: Survey) -> list[Finding]:
-    """Check that processors are of one kind, unless engines run on GPUs."""
+    """Checks that processors are of one kind, unless engines run on GPUs."""
     config = survey.resolved
     values = {host: facts.processor for host, facts in survey.hosts.items() if facts.processor}
     if not values or (config is not None and config.model.device == "cuda"):
@@ -144,7 +144,7 @@ def _cores(facts: HostFacts) -> str:
 
 
 def memory(survey: Survey) -> list[Finding]:
-    """Check free memory. Running engines already have theirs."""
+    """Checks free memory. Running engines already have theirs."""
     weights = 0 if survey.engines_running else _weight_bytes(survey)
 
     def verdict(_host: str, facts: HostFacts) -> Verdict | None:
@@ -263,7 +263,7 @@ def open_files(survey: Survey) -> list[Finding]:
 
 
 def gpu(survey: Survey) -> list[Finding]:
-    """Check the GPUs against Ray's count, which placement trusts."""
+    """Checks the GPUs against Ray's count, which placement trusts."""
 
     def verdict(host: str, facts: HostFacts) -> Verdict | None:
         counted = int(survey.nodes.get(host, {}).get("GPU", 0))
@@ -286,7 +286,7 @@ def gpu(survey: Survey) -> list[Finding]:
 
 
 def gpu_compiler(survey: Survey) -> list[Finding]:
-    """Check the C compiler of hosts with GPUs, where Triton compiles what launches a kernel."""
+    """Checks the C compiler of hosts with GPUs, where Triton compiles what launches a kernel."""
 
     def verdict(_host: str, facts: HostFacts) -> Verdict | None:
         if facts.torch.gpus and facts.c_compiler is None:
@@ -302,7 +302,7 @@ def gpu_compiler(survey: Survey) -> list[Finding]:
 
 
 def gpu_versions(survey: Survey) -> list[Finding]:
-    """Check versions on hosts that report them: `gpu` reports the other hosts."""
+    """Checks versions on hosts that report them: `gpu` reports the other hosts."""
     drivers = {
         host: f"driver {facts.gpus.gpus[0].driver}"
         for host, facts in survey.hosts.items()
@@ -345,7 +345,7 @@ def gpu_errors(survey: Survey) -> list[Finding]:
 
 
 def gpu_memory(survey: Survey) -> list[Finding]:
-    """Check free GPU memory. Skipped while engines run, because they hold it."""
+    """Checks free GPU memory. Skipped while engines run, because they hold it."""
 
     def verdict(facts: HostFacts) -> Verdict | None:
         full = [
@@ -367,7 +367,7 @@ def _each(
     verdict: Callable[[str, HostFacts], Verdict | None],
     shown: Callable[[HostFacts], str],
 ) -> list[Finding]:
-    """Check each host. Values that may differ are shown for the first three hosts."""
+    """Checks each host. Values that may differ are shown for the first three hosts."""
     verdicts = {host: verdict(host, facts) for host, facts in survey.hosts.items()}
     texts = {host: shown(facts) for host, facts in survey.hosts.items()}
     value = next(iter(texts.values()), "")
@@ -379,7 +379,7 @@ def _each(
 def _each_with_health(
     survey: Survey, check: str, verdict: Callable[[HostFacts], Verdict | None], value: str
 ) -> list[Finding]:
-    """Check each host whose nvidia-smi lists GPUs; empty if there is none."""
+    """Checks each host whose nvidia-smi lists GPUs; empty if there is none."""
     hosts = [host for host, facts in survey.hosts.items() if facts.gpus.gpus]
     if not hosts:
         return []

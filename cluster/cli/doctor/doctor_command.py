@@ -101,7 +101,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Print all findings. Returns 1 if one is an error, 2 if the cluster does not answer."""
+    """Prints all findings. Returns 1 if one is an error, 2 if the cluster does not answer."""
     report = examine(args.config, dict(args.set), args.address, args.timeout)
     (print_json if args.json else print_report)(report)
     return report.exit_code
@@ -110,7 +110,7 @@ def doctor(args: argparse.Namespace) -> int:
 def examine(
     source: str | None, overrides: dict[str, object], address: str | None, timeout_s: float
 ) -> Report:
-    """Run the checks. `source`: a configuration, or a file for Ray Serve or KubeRay. Without a
+    """Runs the checks. `source`: a configuration, or a file for Ray Serve or KubeRay. Without a
     configuration, or with an invalid one, only the checks of hosts run."""
     config, found = _load(source, overrides)
     requirements = read_requirements()
@@ -156,7 +156,7 @@ def _ask_machine(config: Config | None, requirements: Requirements, timeout_s: f
 
 
 def check_start(config: Config) -> None:
-    """Check the hosts of the connected Ray cluster. Raises ConfigError if a host cannot read a
+    """Checks the hosts of the connected Ray cluster. Raises ConfigError if a host cannot read a
     file, lacks an address at `cluster.interface`, or has another server at `serve.port`, and
     StartupError if Ray does not answer."""
     from swell.cluster.cli.doctor.probes.ray_hosts import ClusterSilent, ask_start_facts
@@ -176,7 +176,7 @@ def _refusal(finding: Finding) -> str:
 
 
 def run_checks(survey: Survey) -> list[Finding]:
-    """Run all checks. Checks of hosts return nothing if no host has answered."""
+    """Runs all checks. Checks of hosts return nothing if no host has answered."""
     return [finding for function in CHECK_FUNCTIONS for finding in function(survey)]
 
 

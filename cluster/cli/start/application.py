@@ -36,7 +36,7 @@ def application(
     own_ray: bool,
     is_lost: Callable[[], bool] = lambda: False,
 ) -> Iterator[object]:
-    """Deploy the Serve application and delete it afterwards. Yields the handle of its ingresses.
+    """Deploys the Serve application and deletes it afterwards. Yields the handle of its ingresses.
 
     On a Ray cluster of others, only our application is deleted, because Serve may have more. If Ray
     has stopped (`is_lost`), or no longer answers, it is not called any more.
@@ -97,7 +97,7 @@ def _fulfil(future: Future[T], call: Callable[[], T]) -> None:
 
 
 def _start_serve(config: Config, stop: threading.Event) -> None:
-    """Start Serve, and retry because its own time limits are shorter. Raises StartupError after
+    """Starts Serve, and retries because its own time limits are shorter. Raises StartupError after
     `cluster.start_timeout_s`, and Stopped if `stop` is set meanwhile."""
     from ray import serve
 
@@ -125,7 +125,7 @@ def _start_serve(config: Config, stop: threading.Event) -> None:
 
 
 def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
-    """Wait as long as the application may take: a drain takes longer than Serve's own wait."""
+    """Waits as long as the application may take: a drain takes longer than Serve's own wait."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -140,7 +140,7 @@ def _wait_until_deleted(config: Config, is_lost: Callable[[], bool]) -> None:
 
 
 def _clean_up_leftovers(line: Callable[[str], None]) -> None:
-    """Remove what a dead manager left. Usually the manager has stopped everything, but if it was
+    """Removes what a dead manager left. Usually the manager has stopped everything, but if it was
     dead when the application was deleted, Serve does not start another one."""
     from swell.cluster.control.engines import orphans
     from swell.cluster.control.ray.checkpoint_store import CheckpointStore
@@ -156,7 +156,7 @@ def _clean_up_leftovers(line: Callable[[str], None]) -> None:
 
 
 def _deploy(config: Config, line: Callable[[str], None]) -> Any:
-    """Hand the application to Serve without waiting for it: Serve's own wait never times out."""
+    """Hands the application to Serve without waiting for it: Serve's own wait never times out."""
     from ray import serve
 
     from swell.cluster import app

@@ -54,7 +54,7 @@ class HubDownload(Download):
 
 
 def ask_hub(config: Config, line: Callable[[str], None], timeout_s: float = HUB_S) -> Download:
-    """Announce with `line` that a model comes from the hub, and request its metadata. Raises
+    """Announces with `line` that a model comes from the hub, and requests its metadata. Raises
     ConfigError if the hub does not answer in time or lacks the model, and for a quantization that
     is not supported, if the hub or its cache names it."""
     name = config.model.path

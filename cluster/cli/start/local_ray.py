@@ -44,7 +44,7 @@ def local_ray(
     limit_s: float,
     take_signals: Callable[[], None],
 ) -> Iterator[RayProcesses]:
-    """Start Ray with its files in `folder`, and stop it afterwards. `stop` is set when the end
+    """Starts Ray with its files in `folder`, and stops it afterwards. `stop` is set when the end
     begins, and at the latest when this context exits. `take_signals`: called after each attempt,
     because Ray sets its own signal handlers. Raises StartupError after `limit_s`."""
     ray_settings.set_defaults(limit_s)
@@ -61,7 +61,7 @@ def local_ray(
 
 
 def _end(processes: RayProcesses) -> None:
-    """Stop Ray and disconnect from it: in order, or by SIGKILL after a time limit."""
+    """Stops Ray and disconnects from it: in order, or by SIGKILL after a time limit."""
     import ray
 
     if not processes.has_lost_one():

@@ -39,8 +39,8 @@ def home_problem() -> str | None:
 
 
 def use_private_files(folder: Path, line: Callable[[str], None]) -> None:
-    """Let this process and its children keep files in `folder` if the home folder cannot hold them,
-    and say so with `line`. The folder must exist and be private."""
+    """Lets this process and its children keep files in `folder` if the home folder cannot hold
+    them, and say so with `line`. The folder must exist and be private."""
     _name_user()
     problem = home_problem()
     if problem is None:

@@ -30,8 +30,8 @@ _GRACE_S = 5.0
 
 
 def end_all(folder: Path, grace_s: float) -> list[int]:
-    """Wait up to `grace_s` until no process of this Ray is left, then kill the rest. Returns their
-    pids; all are dead unless the kernel cannot kill them."""
+    """Waits up to `grace_s` until no process of this Ray is left, then kills the rest. Returns
+    their pids; all are dead unless the kernel cannot kill them."""
     _wait_until_gone(folder, grace_s)
     left = writers(folder)
     for pid in left:
@@ -78,7 +78,7 @@ def _wait_until_gone(folder: Path, limit_s: float) -> None:
 
 @contextlib.contextmanager
 def continued(folder: Path, ending: threading.Event) -> Iterator[None]:
-    """Continue stopped processes that write below the folder, from the time that `ending` is set
+    """Continues stopped processes that write below the folder, from the time that `ending` is set
     until this context exits. Sets `ending` on exit."""
     done = threading.Event()
     watch = threading.Thread(target=_watch, args=(folder, ending, done), daemon=True)
@@ -100,8 +100,9 @@ def _watch(folder: Path, ending: threading.Event, done: threading.Event) -> None
 
 
 def wake(folder: Path, found_s: dict[int, float], now_s: float) -> None:
-    """Continue each stopped process that writes below the folder, or kill it if it was first found
-    more than a grace ago. `found_s`: pid -> when it was first found, which this function keeps."""
+    """Continues each stopped process that writes below the folder, or kills it if it was first
+    found more than a grace ago. `found_s`: pid -> when it was first found, which this function
+    keeps."""
     for pid in _stopped():
         if pid == os.getpid() or not writes_below(pid, folder):
             continue

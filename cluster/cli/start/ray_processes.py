@@ -42,7 +42,7 @@ class RayProcesses:
 
     @contextlib.contextmanager
     def recorded(self, deadline: Callable[[], float]) -> Iterator[None]:
-        """Record the processes that Ray starts within this context, and let Ray wait for its node
+        """Records the processes that Ray starts within this context, and lets Ray wait for its node
         until `deadline` (on the monotonic clock) instead of 30 s. A Ray without these functions
         starts as usual."""
         from ray._private import services
@@ -102,7 +102,7 @@ class RayProcesses:
             return False
 
     def end(self) -> None:
-        """Kill all processes with their children, after a failed start."""
+        """Kills all processes with their children, after a failed start."""
         for process in self._started:
             with contextlib.suppress(OSError):  # the process has exited, and its group with it
                 os.killpg(process.pid, signal.SIGKILL)

@@ -55,7 +55,7 @@ def local_cpus() -> int:
 
 
 def set_defaults(start_s: float) -> None:
-    """Set variables that the user has not set, and make Ray's token private. Call this before
+    """Sets variables that the user has not set, and makes Ray's token private. Call this before
     `ray.init`. `start_s`: how long Ray's GCS may take to start."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(int(start_s)))
     for name, value in _SETTINGS.items():
@@ -64,7 +64,7 @@ def set_defaults(start_s: float) -> None:
 
 
 def protect_token() -> None:
-    """Make Ray's token a file that other accounts cannot read. Ray would write a public one, and
+    """Makes Ray's token a file that other accounts cannot read. Ray would write a public one, and
     restricting it afterwards is too late."""
     environment = os.environ
     if environment.get("RAY_AUTH_MODE", "token").lower() != "token":
@@ -82,7 +82,7 @@ def protect_token() -> None:
 
 
 def _make_token(token: Path) -> None:
-    """Write the file atomically: another start may read it."""
+    """Writes the file atomically: another start may read it."""
     token.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, own = tempfile.mkstemp(dir=token.parent)  # mode 600
     try:
@@ -95,7 +95,7 @@ def _make_token(token: Path) -> None:
 
 
 def end_idle_daemons() -> None:
-    """Kill three of Ray's processes that `ray.init` always starts and that are useless here: one
+    """Kills three of Ray's processes that `ray.init` always starts and that are useless here: one
     tails log files for drivers, one scales nodes, one serves the dashboard, without its pages. Call
     this after `ray.init`."""
     from ray._private import worker

@@ -49,7 +49,7 @@ class StatusLine:
         self._state = plain(state)[:_MAX_STATE]
 
     def tick(self) -> None:
-        """Show the newest state if it is due."""
+        """Shows the newest state if it is due."""
         now_s = self._clock()
         if self._state != self._shown and now_s - self._shown_s >= _MIN_INTERVAL_S:
             self._shown, self._shown_s = self._state, now_s
@@ -64,7 +64,7 @@ class StatusLine:
             self._stream.flush()
 
     def clear(self) -> None:
-        """Remove the state, before another line and at the end."""
+        """Removes the state, before another line and at the end."""
         self._state = ""
         if self._is_terminal and self._shown:
             self._stream.write(_CLEAR)
@@ -91,7 +91,7 @@ class StartScreen:
         self._thread.start()
 
     def state(self, text: str) -> None:
-        """Set the reason of the wait."""
+        """Sets the reason of the wait."""
         with self._lock:
             self._status.set(text)
 
@@ -115,7 +115,7 @@ class StartScreen:
 
 @contextlib.contextmanager
 def own_lines_only(log: Path, timeline: StartTimeline) -> Iterator[StartScreen]:
-    """Append all other output to file descriptors 1 and 2 to `log`, including that of Ray's C++
+    """Appends all other output to file descriptors 1 and 2 to `log`, including that of Ray's C++
     code."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

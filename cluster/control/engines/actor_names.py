@@ -38,7 +38,7 @@ class EngineName:
 
 
 def parse(text: str, namespace: str) -> EngineName | None:
-    """Parse a name; None: it is not an engine of this namespace, or has an unknown format."""
+    """Parses a name; None: it is not an engine of this namespace, or has an unknown format."""
     head, _, tail = text.partition(f"{namespace}-{_ENGINE}-")
     parts = tail.split("-")
     if head or len(parts) != 3 or not parts[0].isdecimal() or not _HEX.fullmatch(parts[1]):
@@ -76,7 +76,7 @@ def find_orphans(
 
 
 def choose(answers: Mapping[EngineName, int | None], roster: Roster) -> dict[int, EngineName]:
-    """Choose one engine for each rank. `answers`: the engines that have answered, with their
+    """Chooses one engine for each rank. `answers`: the engines that have answered, with their
     incarnation, or None while they load. Engines in the roster are preferred, then those that are
     ready."""
 

@@ -28,7 +28,7 @@ class TaskSet:
         """The tasks in order of creation."""
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a concurrent task."""
+        """Runs `work` as a concurrent task."""
         task = asyncio.create_task(work)
         self._tasks[task] = None
         task.add_done_callback(self._on_end)
@@ -42,7 +42,7 @@ class TaskSet:
             self._on_failure()
 
     async def cancel(self) -> None:
-        """Cancel all tasks except the caller, in order of creation, and wait for them."""
+        """Cancels all tasks except the caller, in order of creation, and waits for them."""
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
             task.cancel()
@@ -56,7 +56,7 @@ def _works(key: object) -> bool:
 async def in_batches(
     jobs: Mapping[K, Coroutine[Any, Any, None]], is_idle: Callable[[K], bool] = _works
 ) -> AsyncGenerator[Batch[K], None]:
-    """Run the jobs concurrently and yield them in batches. After the first success a batch stays
+    """Runs the jobs concurrently and yields them in batches. After the first success a batch stays
     open for as long again as that job took, but it does not wait for idle jobs: those wait for
     something else, perhaps forever. A failure does not shorten that wait. Closing the iterator
     cancels the remaining jobs."""

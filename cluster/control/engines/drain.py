@@ -72,20 +72,20 @@ class Drain:
         self._held = held
 
     def add(self, handle: EngineHandle, timeout_s: float, intent: Intent) -> None:
-        """Let an engine leave. Its drain time starts once it gets no new requests. If it is already
-        leaving, its drain time starts again."""
+        """Lets an engine leave. Its drain time starts once it gets no new requests. If it is
+        already leaving, its drain time starts again."""
         if not handle.leaving:
             handle.left_at = _now()
         handle.intent, handle.idle_polls = intent, 0
         self._begin(handle, timeout_s)
 
     def set_time(self, timeout_s: float) -> None:
-        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
+        """Restarts the drain time of engines with `Intent.LEAVE`, with this length."""
         for handle in [each for each in self.leaving if each.intent is Intent.LEAVE]:
             self._begin(handle, timeout_s)
 
     def resume(self, handle: EngineHandle, record: DrainRecord) -> None:
-        """Continue a drain that an earlier manager started, with the remaining time."""
+        """Continues a drain that an earlier manager started, with the remaining time."""
         now, passed = _now(), self._runtime.unix_time() - record.left_at
         if handle.next_version is not None:
             handle.intent = Intent.RELOAD
@@ -116,13 +116,13 @@ class Drain:
         )
 
     async def mark(self) -> None:
-        """Mark the leaving engines. This runs concurrently with `run`, which waits while the group
+        """Marks the leaving engines. This runs concurrently with `run`, which waits while the group
         changes: for long if an engine hangs. Meanwhile other engines may have to leave, too."""
         while fresh := self.unmarked:
             await self._mark(fresh)
 
     async def run(self) -> None:
-        """Drain until no engine is leaving: each marked one is detached when it has finished its
+        """Drains until no engine is leaving: each marked one is detached when it has finished its
         requests, or at its deadline. A paused engine cannot finish, and is detached at its
         deadline."""
         while self.leaving:
@@ -160,7 +160,7 @@ class Drain:
         return handle.idle_polls >= _IDLE_POLLS and not self._held.get(handle.rank)
 
     async def _mark(self, handles: list[EngineHandle]) -> None:
-        """Tell the coordinator that these engines get no more requests. The time until then does
+        """Tells the coordinator that these engines get no more requests. The time until then does
         not count as drain time. An engine that is kept meanwhile, or told to leave again, is marked
         later."""
         begun = {handle.name: handle.unmarked_since for handle in handles}
@@ -173,7 +173,7 @@ class Drain:
         self._on_change()
 
     async def _poll(self, handles: list[EngineHandle], *, is_leaving: bool = False) -> None:
-        """Read a later report of each engine. With `is_leaving` the report counts only if the
+        """Reads a later report of each engine. With `is_leaving` the report counts only if the
         roster lists the engine as leaving, so that ingresses send new requests to others."""
         await asyncio.sleep(2 * self._load_report_s)
         view = await self._coordinator.view()
@@ -184,7 +184,7 @@ class Drain:
             handle.on_poll(reports.get(handle.rank) if counts else None, roster.epoch)
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no engine has requests left, or until the timeout."""
+        """Waits until no engine has requests left, or until the timeout."""
         for handle in (handles := list(self._engines.values())):
             handle.idle_polls = 0
         try:

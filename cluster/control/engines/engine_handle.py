@@ -137,7 +137,7 @@ class EngineHandle:
         )
 
     def on_poll(self, report: EngineReport | None, epoch: int) -> None:
-        """Count the polls in a row that found no requests. `epoch`: epoch of the newest roster.
+        """Counts the polls in a row that found no requests. `epoch`: epoch of the newest roster.
         `report`: the newest report of this engine. It counts only if the engine made it after it
         received that roster: an ingress may have sent a request under this roster that it did not
         send under an earlier one."""

@@ -97,14 +97,14 @@ class Fleet:
     # ---------------------------------------------------------------- starting
 
     def inherit(self, drains: tuple[DrainRecord, ...]) -> None:
-        """Keep the drain records of an earlier manager for `adopt`, and in `drains` until then."""
+        """Keeps the drain records of an earlier manager for `adopt`, and in `drains` until then."""
         self._inherited = drains
 
     async def adopt(self, versions: Sequence[Version], outdated: Collection[str]) -> Adopted:
-        """Take over the engines of these versions that an earlier manager left, and its drains. The
-        engines that still have to load or join are in `starting`, for `grow`. A leaving engine of
-        an `outdated` version without a drain record stays: it was reloading. One that was to stop
-        and is out of the roster has left, and is ended."""
+        """Takes over the engines of these versions that an earlier manager left, and its drains.
+        The engines that still have to load or join are in `starting`, for `grow`. A leaving engine
+        of an `outdated` version without a drain record stays: it was reloading. One that was to
+        stop and is out of the roster has left, and is ended."""
         adopted = await self._placement.adopt(versions)
         records = {record.name: record for record in self._inherited}
         self._inherited = ()
@@ -134,7 +134,7 @@ class Fleet:
         return adopted._replace(newcomers=newcomers)
 
     def add_starting(self, versions: Mapping[int, Version]) -> list[EngineHandle]:
-        """Add new engines to `starting`, for `grow`. `versions`: by rank."""
+        """Adds new engines to `starting`, for `grow`. `versions`: by rank."""
         handles = [self._placement.plan(rank, version) for rank, version in versions.items()]
         self.starting.update({handle.rank: handle for handle in handles})
         return handles
@@ -145,7 +145,7 @@ class Fleet:
         on_joined: Callable[[list[int]], None],
         on_failed: OnFailed,
     ) -> None:
-        """Start engines of `starting` concurrently. Engines that become ready at about the same
+        """Starts engines of `starting` concurrently. Engines that become ready at about the same
         time join in one epoch, and `on_joined` is called with their ranks. `on_failed` is called at
         once for each engine that fails, except for cancelled ones."""
         by_rank = {handle.rank: handle for handle in handles}
@@ -178,7 +178,7 @@ class Fleet:
         self.on_change()
 
     def _reload(self, left: EngineHandle, version: Version) -> None:
-        """Start an engine that has left again, with other weights: it joins as another engine."""
+        """Starts an engine that has left again, with other weights: it joins as another engine."""
         handle = left.reloading(version)
         self.starting[handle.rank] = handle
         self._reloading.append(handle)
@@ -189,7 +189,7 @@ class Fleet:
         return [handle for handle in taken if self.starting.get(handle.rank) is handle]
 
     async def _join_batch(self, handles: list[EngineHandle]) -> dict[int, Exception]:
-        """Let engines join, except cancelled ones. Returns why the others failed, by rank."""
+        """Lets engines join, except cancelled ones. Returns why the others failed, by rank."""
         handles = [handle for handle in handles if not handle.leaving]
         for handle in handles:
             self._watch(handle)
@@ -205,7 +205,7 @@ class Fleet:
         return failures
 
     async def _prepare(self, handle: EngineHandle) -> None:
-        """Wait until the engine is ready or was cancelled. Raises why it cannot become ready."""
+        """Waits until the engine is ready or was cancelled. Raises why it cannot become ready."""
         if handle.leaving:
             return
         handle.starting = asyncio.create_task(self._placement.start(handle, self.on_change))
@@ -216,7 +216,7 @@ class Fleet:
                 raise
 
     def cancel_start(self, rank: int) -> None:
-        """Cancel and terminate a starting engine that is not joining yet and is no longer
+        """Cancels and terminates a starting engine that is not joining yet and is no longer
         needed."""
         handle = self.starting[rank]
         handle.intent = Intent.LEAVE
@@ -235,7 +235,7 @@ class Fleet:
             self.on_change()
 
     async def join(self, handles: list[EngineHandle]) -> dict[int, Exception]:
-        """Add engines to the roster. Returns why the others did not join, by rank; the group forms
+        """Adds engines to the roster. Returns why the others did not join, by rank; the group forms
         without them. An engine that dies meanwhile is removed."""
 
         def members() -> list[Member]:
@@ -258,7 +258,7 @@ class Fleet:
 
     @contextlib.contextmanager
     def transition(self, handles: list[EngineHandle]) -> Iterator[None]:
-        """Mark that the membership of these engines is changing."""
+        """Marks that the membership of these engines is changing."""
         for handle in handles:
             handle.in_transition = True
         self.on_change()
@@ -284,18 +284,18 @@ class Fleet:
     # ---------------------------------------------------------------- leaving
 
     def leave(self, rank: int, timeout_s: float, *, is_drain: bool = False) -> None:
-        """Let an engine leave. It has `timeout_s` to finish its requests."""
+        """Lets an engine leave. It has `timeout_s` to finish its requests."""
         intent = Intent.DRAIN if is_drain else Intent.LEAVE
         self.engines[rank].next_version = None
         self._drain.add(self.engines[rank], timeout_s, intent)
 
     def reload(self, rank: int, version: Version, timeout_s: float) -> None:
-        """Let an engine leave as `leave` does; then its processes run `version` and join again."""
+        """Lets an engine leave as `leave` does; then its processes run `version` and join again."""
         self.engines[rank].next_version = version
         self._drain.add(self.engines[rank], timeout_s, Intent.RELOAD)
 
     def set_drain_time(self, timeout_s: float) -> None:
-        """Restart the drain time of engines with `Intent.LEAVE`, with this length."""
+        """Restarts the drain time of engines with `Intent.LEAVE`, with this length."""
         self._drain.set_time(timeout_s)
 
     @property
@@ -307,30 +307,30 @@ class Fleet:
         return self._inherited + own
 
     def move(self, rank: int) -> None:
-        """Mark an engine whose host will go away: a replacement is started."""
+        """Marks an engine whose host will go away: a replacement is started."""
         handle = self.engines[rank]
         handle.intent, handle.next_version = Intent.MOVE, None
 
     def stay(self, rank: int) -> None:
-        """Undo `move`: the host stays."""
+        """Undoes `move`: the host stays."""
         self.engines[rank].intent = Intent.STAY
 
     def set_replaced(
         self, held: Mapping[int, bool], vacating: frozenset[int], *, is_reserved: bool
     ) -> None:
-        """Set what an upgrade decides about leaving engines: `Drain.hold`,
+        """Sets what an upgrade decides about leaving engines: `Drain.hold`,
         `EngineStatus.is_vacating` and `FleetView.is_reserved`."""
         self._drain.hold(held)
         self._vacating, self._is_reserved = vacating, is_reserved
 
     def keep(self, rank: int) -> None:
-        """Keep an engine that was leaving."""
+        """Keeps an engine that was leaving."""
         handle = self.engines[rank]
         handle.intent, handle.next_version = Intent.STAY, None
         self.tasks.spawn(self._coordinator.cancel_leave([rank]))
 
     def drain(self) -> None:
-        """Start to mark and to drain the leaving engines, unless that is running."""
+        """Starts to mark and to drain the leaving engines, unless that is running."""
         drain = self._drain
         for engines, step in ((drain.unmarked, drain.mark), (drain.leaving, drain.run)):
             if engines and step not in self._drain_steps:
@@ -348,11 +348,11 @@ class Fleet:
             self.on_change()
 
     async def wait_idle(self, timeout_s: float) -> None:
-        """Wait until no engine has requests left, or until the timeout."""
+        """Waits until no engine has requests left, or until the timeout."""
         await self._drain.wait_idle(timeout_s)
 
     async def _detach(self, find: Callable[[], Departure]) -> None:
-        """Remove the engines that `find` returns from the roster. Then begin to terminate or to
+        """Removes the engines that `find` returns from the roster. Then begins to terminate or to
         reload them, concurrently: other drains do not wait for that."""
         async with self.group_change_lock:
             departure = find()
@@ -390,7 +390,7 @@ class Fleet:
         return [*self.ending.values(), *cancelled]
 
     async def detach_again(self, handles: list[EngineHandle]) -> None:
-        """Remove dismissed engines from the roster. A coordinator that restarted before they
+        """Removes dismissed engines from the roster. A coordinator that restarted before they
         terminated treats them as members, because they report to it. They may still compute, so
         their requests move as those of an engine that leaves."""
         with self.transition(handles):
@@ -419,7 +419,7 @@ class Fleet:
         handle.exit_watcher = self.tasks.spawn(watch())
 
     async def on_engine_dead(self, handle: EngineHandle, why: str, stopped_s: float = 0) -> None:
-        """Remove and terminate an engine that died, or that has hung for `stopped_s` seconds."""
+        """Removes and terminates an engine that died, or that has hung for `stopped_s` seconds."""
         rank, own = handle.rank, None if handle.ready is None else [handle.ready.incarnation]
         if self.starting.get(rank) is handle:
             await self._coordinator.remove_failed([rank], own)
@@ -447,7 +447,7 @@ class Fleet:
         return [f"engine {rank}: {status.text}" for (rank, _), status in texts]
 
     def ask_starting(self) -> None:
-        """Ask the starting engines what they are doing. Their handles have the answers later, so
+        """Asks the starting engines what they are doing. Their handles have the answers later, so
         an engine that does not answer delays no caller."""
         for handle in self.starting.values():
             if handle not in self._asked:

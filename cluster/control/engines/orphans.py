@@ -66,12 +66,12 @@ class OrphanCollector:
         return Leftovers(list(self._left), self._reason, self._failures, wait_s)
 
     def suspect(self, reason: str) -> None:
-        """Report that orphans may be left: `collect_forever` terminates them."""
+        """Reports that orphans may be left: `collect_forever` terminates them."""
         self._reason = reason
         self._due.set()
 
     async def collect_forever(self) -> None:
-        """Terminate orphans whenever some may be left, and retry until none is."""
+        """Terminates orphans whenever some may be left, and retries until none is."""
         while True:
             try:
                 await asyncio.wait_for(self._due.wait(), self._period_s)
@@ -95,7 +95,7 @@ class OrphanCollector:
         return bool(actor_names.find_orphans(actors, groups, self._namespace, self._known()))
 
     async def collect(self) -> bool:
-        """Terminate all orphans, and wait for some seconds until they are gone. Returns whether
+        """Terminates all orphans, and waits for some seconds until they are gone. Returns whether
         there were any. If some are left, or if the GCS does not answer, `collect_forever`
         continues."""
         ended: set[str] = set()
@@ -118,7 +118,7 @@ class OrphanCollector:
         return bool(ended)
 
     async def _end_orphans(self, ended: set[str]) -> bool:
-        """Terminate each orphan once and add its name to `ended`. Returns whether some are still
+        """Terminates each orphan once and adds its name to `ended`. Returns whether some are still
         there."""
         actors = await self._ray.actor_names(self._namespace)
         groups = await self._ray.groups()
@@ -138,7 +138,7 @@ class OrphanCollector:
 
 
 async def end(ray: RayInterface, name: str, namespace: str, group: Group | None) -> None:
-    """Terminate the actor with this name, if there is one, and this placement group."""
+    """Terminates the actor with this name, if there is one, and this placement group."""
     actor = await ray.find_actor(name, namespace)
     if actor is not None:
         await ray.kill(actor)
@@ -147,7 +147,7 @@ async def end(ray: RayInterface, name: str, namespace: str, group: Group | None)
 
 
 async def end_all(ray: RayInterface, namespace: str) -> list[str]:
-    """Terminate everything of an application that no longer has a manager. Returns the names."""
+    """Terminates everything of an application that no longer has a manager. Returns the names."""
     actors, groups = await ray.actor_names(namespace), await ray.groups()
     names = actor_names.find_orphans(actors, groups, namespace)
     for name in names:

@@ -186,7 +186,8 @@ class Placement:
         return False
 
     async def _read_version(self, handle: EngineHandle, versions: Mapping[str, Version]) -> None:
-        """Set the version that the engine runs or is about to run, and `ready` if it has loaded."""
+        """Sets the version that the engine runs or is about to run, and `ready` if it has
+        loaded."""
         adopting = self._ask(handle, "adopt", self._coordinator.manager_id())
         name = await asyncio.wait_for(adopting, _ANSWER_S)
         try:
@@ -196,7 +197,7 @@ class Placement:
         handle.version = versions.get(handle.ready.version if handle.ready else name)
 
     async def refresh(self, handle: EngineHandle) -> None:
-        """Read `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
+        """Reads `ready` again. Raises TimeoutError or ActorError if the engine does not answer."""
         before, asked = handle.ready, self._ask(handle, "ready")
         ready = await asyncio.wait_for(asked, _ANSWER_S)
         if handle.ready is before:
@@ -209,9 +210,9 @@ class Placement:
         return EngineHandle(rank, str(name), version)
 
     async def start(self, handle: EngineHandle, on_waiting: Callable[[], None]) -> None:
-        """Reserve resources, start the processes and load. Raises StartFailed after cleaning up. If
-        cancelled, it leaves everything to the caller, which terminates the engine. `on_waiting` is
-        called when the engine starts or stops waiting for room.
+        """Reserves resources, starts the processes and loads. Raises StartFailed after cleaning up.
+        If cancelled, it leaves everything to the caller, which terminates the engine. `on_waiting`
+        is called when the engine starts or stops waiting for room.
 
         An engine that was adopted while it loaded only has to finish. An engine whose processes run
         another version loads the weights of its new one; if it cannot use them this raises
@@ -343,7 +344,7 @@ class Placement:
         return status
 
     async def ended(self, handle: EngineHandle) -> str:
-        """Wait until an engine stops. Returns why it stopped."""
+        """Waits until an engine stops. Returns why it stopped."""
         reason: str | None = None
         try:
             while reason is None:
@@ -362,9 +363,9 @@ class Placement:
                 await asyncio.sleep(_POLL_S)
 
     async def end(self, handle: EngineHandle) -> None:
-        """Stop an engine, kill what does not stop, and free its resources. Do nothing if another
-        manager has adopted it. If cancelled, leave an engine that may live to the collector of
-        orphans: a manager is cancelled when it learns of its successor."""
+        """Stops an engine, kills what does not stop, and frees its resources. Does nothing if
+        another manager has adopted it. If cancelled, leaves an engine that may live to the
+        collector of orphans: a manager is cancelled when it learns of its successor."""
         _cancel_watcher(handle)
         try:
             may_destroy = await self._stop(handle)
@@ -379,7 +380,7 @@ class Placement:
             await self._destroy(handle)
 
     async def _stop(self, handle: EngineHandle) -> bool:
-        """Stop an engine. Returns whether this manager may kill its processes. Another manager may
+        """Stops an engine. Returns whether this manager may kill its processes. Another manager may
         have adopted an engine that has not answered."""
         if handle.actor is None:
             return True
@@ -412,14 +413,14 @@ class Placement:
             await self._destroy(handle)
 
     async def close(self, handles: list[EngineHandle]) -> None:
-        """Terminate these engines, and then everything else with a name of this cluster: parts that
-        Ray is still creating, and engines whose end was cancelled."""
+        """Terminates these engines, and then everything else with a name of this cluster: parts
+        that Ray is still creating, and engines whose end was cancelled."""
         await asyncio.gather(*(self.end(handle) for handle in handles))
         self._known.clear()
         await self.orphans.collect()
 
     async def _destroy(self, handle: EngineHandle) -> None:
-        """Kill the actor and remove the group: orphans from now on if Ray does not confirm."""
+        """Kills the actor and removes the group: orphans from now on if Ray does not confirm."""
         self._known.discard(handle.name)
         was_in_doubt, handle.in_doubt = handle.in_doubt, True
         try:

@@ -25,7 +25,7 @@ class RosterCheck:
         self._stall_timeout_s = stall_timeout_s
 
     async def compare(self, now: Membership) -> None:
-        """Correct differences: engines that are missing from the roster or have another state
+        """Corrects differences: engines that are missing from the roster or have another state
         there, and members that are not engines of this cluster."""
         fleet = self._fleet
         reasons = {engine.incarnation: engine.reason for engine in now.stalled_engines}
@@ -62,7 +62,7 @@ class RosterCheck:
         return self._fleet.ended.get(member.rank) == member.incarnation
 
     async def _on_missing(self, handle: EngineHandle, reason: str | None) -> None:
-        """Handle an engine that is missing from the roster. `reason`: why the coordinator removed
+        """Handles an engine that is missing from the roster. `reason`: why the coordinator removed
         it as stalled. Without a reason the coordinator does not know the engine, which joins again
         if it answers."""
         with self._fleet.transition([handle]):
@@ -71,7 +71,7 @@ class RosterCheck:
             await self._fleet.on_engine_dead(handle, reason, stopped_s=self._stall_timeout_s)
 
     async def _rejoin(self, handle: EngineHandle) -> str | None:
-        """Let the engine join again. Returns why it cannot. If the coordinator does not answer, a
+        """Lets the engine join again. Returns why it cannot. If the coordinator does not answer, a
         later view decides."""
         fleet = self._fleet
         try:

@@ -126,7 +126,7 @@ class Autoscaler:
         return self._recent[-1][1] if self._recent else None
 
     def observe(self, load: Load, target: int, max_rows: int, now: float) -> Decision | None:
-        """Record an observation and return a decision if the target must move. `target`: the
+        """Records an observation and returns a decision if the target must move. `target`: the
         current target; `max_rows`: as for `recommend`. The caller carries out a returned decision:
         the next observation has its target."""
         recent = self._recent
@@ -142,7 +142,7 @@ class Autoscaler:
         return None if agreed is None else self._decide(target, agreed, now)
 
     def reset(self) -> None:
-        """Forget the load, because it is unknown."""
+        """Forgets the load, because it is unknown."""
         self._recent.clear()
         self.load = None
 

@@ -88,7 +88,7 @@ class Backoff:
     slots: Mapping[int, _Slot] = field(default_factory=dict)
 
     def died(self, rank: int, lived_s: float, now: float, reason: str = "") -> Backoff:
-        """Record that an engine died after it had served for `lived_s`."""
+        """Records that an engine died after it had served for `lived_s`."""
         slot = self._slot(rank)
         if lived_s >= EARLY_DEATH_S:
             slot = replace(slot, failures=0, deaths=0, reason=reason)
@@ -99,14 +99,14 @@ class Backoff:
     def failed(
         self, rank: int, now: float, reason: str = "", *, permanent: bool = False
     ) -> Backoff:
-        """Record a failed start. `permanent`: a retry at once would fail too, so the rank is
+        """Records a failed start. `permanent`: a retry at once would fail too, so the rank is
         exhausted."""
         slot = self._slot(rank)
         failures = max(slot.failures + 1, MAX_FAILURES if permanent else 0)
         return self._with(rank, replace(slot, failures=failures, reason=reason).delayed(now))
 
     def started(self, rank: int) -> Backoff:
-        """Record a successful start."""
+        """Records a successful start."""
         if rank not in self.slots:
             return self
         return self._with(rank, replace(self.slots[rank], failures=0))

@@ -111,7 +111,7 @@ def initial(config: Config) -> ControlState:
 def take_over(
     state: ControlState, checkpoint: ClusterCheckpoint, *, is_paused: bool, limits: ClusterConfig
 ) -> ControlState:
-    """Become the leader with the checkpoint of the previous manager. `is_paused`: whether the
+    """Becomes the leader with the checkpoint of the previous manager. `is_paused`: whether the
     engines are paused; it counts only if the checkpoint is empty."""
     desired = checkpoint.desired
     target = _within(desired.target or state.change.target, limits)
@@ -126,7 +126,7 @@ def take_over(
 
 
 def adopt(state: ControlState, fleet: FleetView, limits: ClusterConfig) -> ControlState:
-    """Keep every engine that was found serving, because no checkpoint has a target."""
+    """Keeps every engine that was found serving, because no checkpoint has a target."""
     target = _within(max(state.change.target, len(fleet.staying)), limits)
     return replace(state, change=replace(state.change, target=target, fallback=target))
 
@@ -138,7 +138,7 @@ def scale(
     limits: ClusterConfig,
     drain_timeout_s: float | None = None,
 ) -> ControlState:
-    """Set the target number of engines. Raises ScaleRefused."""
+    """Sets the target number of engines. Raises ScaleRefused."""
     check_accepts(state)
     if engines != _within(engines, limits):
         raise ScaleRefused(
@@ -157,7 +157,7 @@ def scale(
 
 
 def drain(state: ControlState, fleet: FleetView, rank: int, limits: ClusterConfig) -> ControlState:
-    """Let one engine leave and lower the target by one, unless the engine is already leaving.
+    """Lets one engine leave and lowers the target by one, unless the engine is already leaving.
     Raises ScaleRefused."""
     serving = (engine for engine in fleet.engines if engine.place is Place.SERVING)
     intents = {engine.rank: engine.intent for engine in serving}
@@ -197,26 +197,26 @@ def check_awake(state: ControlState) -> None:
 
 
 def follow_load(state: ControlState, engines: int, limits: ClusterConfig) -> ControlState:
-    """Set the target of the autoscaler. A failed start does not fail this change: it is retried
+    """Sets the target of the autoscaler. A failed start does not fail this change: it is retried
     with a growing delay as long as the load requires it."""
     change = Change(engines, engines, limits.drain_timeout_s, ChangeStage.REQUESTED)
     return replace(state, change=change)
 
 
 def depose(state: ControlState) -> ControlState:
-    """Record that another manager has taken over."""
+    """Records that another manager has taken over."""
     return replace(state, leadership=Leadership.DEPOSED)
 
 
 def end(state: ControlState) -> ControlState:
-    """Record that the manager ends the cluster."""
+    """Records that the manager ends the cluster."""
     return replace(state, leadership=Leadership.ENDING)
 
 
 def set_pause(
     state: ControlState, pause_requested: bool, sleep: Sleep | None = None
 ) -> ControlState:
-    """Start a pause, with or without sleep, or end it. During a pause the sleep level only rises:
+    """Starts a pause, with or without sleep, or ends it. During a pause the sleep level only rises:
     no engine wakes up to sleep less deeply. Raises ScaleRefused."""
     check_accepts(state)
     if sleep is None:
@@ -227,7 +227,7 @@ def set_pause(
 
 
 def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:
-    """Decide the next steps. First undo what is no longer needed: drains, then starts, and only
+    """Decides the next steps. First undoes what is no longer needed: drains, then starts, and only
     then let serving engines leave. Then start the missing engines at the lowest free ranks, as far
     as the back-off allows."""
     change = _settle(state.change, fleet)
@@ -265,7 +265,7 @@ class StartFailure(msgspec.Struct, frozen=True):
 
 
 def on_joined(state: ControlState, ranks: Iterable[int]) -> ControlState:
-    """Record that started engines now serve."""
+    """Records that started engines now serve."""
     backoff, has_served = state.backoff, state.has_served
     for rank in ranks:
         backoff, has_served = backoff.started(rank), True
@@ -280,7 +280,7 @@ def on_failed(
     *,
     is_requested: bool,
 ) -> ControlState:
-    """Record that an engine did not start; others that started with it may still succeed. `fleet`
+    """Records that an engine did not start; others that started with it may still succeed. `fleet`
     does not contain it."""
     change, reason = state.change, failure.reason
     backoff = state.backoff.failed(failure.rank, now, reason, permanent=failure.permanent)
@@ -303,7 +303,7 @@ def on_failed(
 def on_death(
     state: ControlState, rank: int, lived_s: float, now: float, reason: str
 ) -> ControlState:
-    """Record that an engine which should have stayed died after it had served for `lived_s`."""
+    """Records that an engine which should have stayed died after it had served for `lived_s`."""
     return replace(state, backoff=state.backoff.died(rank, lived_s, now, reason))
 
 

@@ -58,9 +58,9 @@ class LoadSeries:
         staying: Collection[int],
         now: float,
     ) -> Load | None:
-        """Record an observation and return the load; None: an engine of `staying` has not reported,
-        or there is none. `first_tokens`: as in `Membership`. `staying`: ranks of engines that serve
-        and do not leave."""
+        """Records an observation and returns the load; None: an engine of `staying` has not
+        reported, or there is none. `first_tokens`: as in `Membership`. `staying`: ranks of engines
+        that serve and do not leave."""
         self._starts.observe(view, now)
         ttft_s = self._ttft_s(first_tokens[:-1], now)
         reports = [report for report in view.reports.engines if report.rank in staying]

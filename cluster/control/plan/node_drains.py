@@ -37,7 +37,7 @@ class Moves:
 def plan_moves(
     fleet: FleetView, target: int, draining: Mapping[str, float], drain_timeout_s: float
 ) -> Moves:
-    """Decide the next steps. `target`: the target number of engines; `draining`: seconds until
+    """Decides the next steps. `target`: the target number of engines; `draining`: seconds until
     nodes are taken away, by node id."""
     here = [e for e in fleet.engines if e.place is Place.SERVING and e.node in draining]
     move = tuple(e.rank for e in here if e.intent in (Intent.STAY, Intent.RELOAD))

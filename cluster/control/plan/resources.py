@@ -14,7 +14,7 @@ _EPSILON = 1e-6
 
 
 def resolve_device(config: Config, total_resources: Mapping[str, float]) -> Config:
-    """Replace the device `auto`: by cuda if the Ray cluster has a GPU, else by cpu."""
+    """Replaces the device `auto`: by cuda if the Ray cluster has a GPU, else by cpu."""
     if config.model.device != "auto":
         return config
     device = "cuda" if total_resources.get("GPU", 0) >= 1 else "cpu"

@@ -112,7 +112,7 @@ class Failure(msgspec.Struct, frozen=True):
 def take_over(
     record: UpgradeRecord, config_hash: str, config: Config, in_use: Collection[str] = ()
 ) -> UpgradeState:
-    """Continue with the record of the previous manager. If its application was deployed with
+    """Continues with the record of the previous manager. If its application was deployed with
     another configuration, this is an upgrade. `in_use`: see `begin`."""
     if record.find(record.wanted) is None:
         version = Version.of(1, config_hash, config)
@@ -136,7 +136,7 @@ def begin(
     *,
     in_place: bool = False,
 ) -> UpgradeState:
-    """Set another target version, also during an upgrade. Requesting the version before an upgrade
+    """Sets another target version, also during an upgrade. Requesting the version before an upgrade
     cancels the upgrade. `in_use`: versions of engines and of unfinished responses. `recent`:
     versions that unfinished responses may need, although no ingress has reported it yet.
     `in_place`: only the weights differ, and engines of the lineage keep their processes. Raises
@@ -213,7 +213,7 @@ def _fallback(record: UpgradeRecord) -> str:
 
 
 def observe(state: UpgradeState, fleet: FleetView, target: int, now: float) -> UpgradeState:
-    """Record which versions have served, and whether the upgrade is complete."""
+    """Records which versions have served, and whether the upgrade is complete."""
     record, serving = state.record, [e for e in fleet.engines if e.place is Place.SERVING]
     staying = fleet.of(Place.SERVING)
     if fresh := {engine.version for engine in serving} - set(record.proven):
@@ -277,14 +277,14 @@ def on_failure(
 
 
 def on_joined(state: UpgradeState, version: str) -> UpgradeState:
-    """Record that a started engine serves."""
+    """Records that a started engine serves."""
     return replace(state, backoff=state.backoff.started(state.number_of(version)))
 
 
 def on_death(
     state: UpgradeState, version: str, lived_s: float, now: float, reason: str
 ) -> UpgradeState:
-    """Record that an engine died after it had served for `lived_s`."""
+    """Records that an engine died after it had served for `lived_s`."""
     found = state.record.find(version)
     if found is None:
         return state
@@ -306,7 +306,7 @@ def failing_version(
 
 
 def _roll_back(state: UpgradeState, reason: str | None) -> UpgradeState:
-    """Give up the target version for the previous one. `reason`: why; None: an operator requested
+    """Gives up the target version for the previous one. `reason`: why; None: an operator requested
     it."""
     record, is_cancelled = state.record, reason is None
     text = (

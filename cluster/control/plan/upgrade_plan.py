@@ -93,7 +93,7 @@ def plan(
     *,
     asleep: bool = False,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Plan the next steps. `target`: the target number of engines. `needed`: names of the versions
+    """Plans the next steps. `target`: the target number of engines. `needed`: names of the versions
     of unfinished responses. `asleep`: an operator has put engines to sleep, so none takes memory to
     load weights."""
     state = observe(state, fleet, target, now)
@@ -116,7 +116,7 @@ def _decide(
     *,
     asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Decide everything except `held` and `vacating`, which follow from the leaving engines."""
+    """Decides everything except `held` and `vacating`, which follow from the leaving engines."""
     record, staying = state.record, fleet.of(Place.SERVING)
     outdated = [engine.rank for engine in staying if engine.version != record.wanted]
     surplus = len(staying) - target
@@ -191,7 +191,7 @@ def _give_way(
     done: UpgradePlan,
     now: float,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Decide which engine makes room for `waiting`. It must be gone before the next one gives
+    """Decides which engine makes room for `waiting`. It must be gone before the next one gives
     way."""
     starting = fleet.of(Place.STARTING)
     leaving = {engine.rank for engine in _leaving(fleet)}
@@ -237,7 +237,7 @@ def _most_dispensable(
 
 
 def _with_place(done: UpgradePlan, waiting: EngineStatus, *, is_free: bool) -> UpgradePlan:
-    """Let a waiting extra engine count towards the target, if the place that becomes free did.
+    """Lets a waiting extra engine count towards the target, if the place that becomes free did.
     `is_free`: whether it did."""
     return replace(done, takes_place=waiting.rank) if is_free and waiting.is_extra else done
 
@@ -245,7 +245,7 @@ def _with_place(done: UpgradePlan, waiting: EngineStatus, *, is_free: bool) -> U
 def _take_back(
     state: UpgradeState, fleet: FleetView, done: UpgradePlan
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Keep the engine that gives way if it has not left: nothing waits for its room any more."""
+    """Keeps the engine that gives way if it has not left: nothing waits for its room any more."""
     keep = tuple(rank for rank in fleet.can_be_kept if rank == state.gives_way)
     return replace(state, gives_way=None), replace(done, keep=keep)
 
@@ -258,7 +258,7 @@ def _start_for_answers(
     needed: Sequence[str],
     done: UpgradePlan,
 ) -> UpgradePlan:
-    """Start an engine of a needed version, in a free place or as an extra one."""
+    """Starts an engine of a needed version, in a free place or as an extra one."""
     if any(engine.place is Place.ENDING and engine.is_present for engine in fleet.engines):
         return done  # its successor comes first
     is_extra = fleet.num_present >= target
@@ -293,7 +293,7 @@ def _replace(
     *,
     asleep: bool,
 ) -> tuple[UpgradeState, UpgradePlan]:
-    """Replace one outdated engine: its successor starts first or takes its place, or the engine
+    """Replaces one outdated engine: its successor starts first or takes its place, or the engine
     reloads."""
     record, wanted = state.record, state.record.wanted
     if reload := _to_reload(state, fleet, outdated):

@@ -61,7 +61,7 @@ class CheckpointStore:
         return ""
 
     async def claim(self, owner: str, known_term: int) -> int:
-        """Take over. Returns the term, which is greater than every stored one and than
+        """Takes over. Returns the term, which is greater than every stored one and than
         `known_term`, the greatest known from elsewhere. From now on `read` returns what the
         predecessor has written, and it reports no more changes as stored."""
         is_ours = False
@@ -80,7 +80,7 @@ class CheckpointStore:
         return None if raw is None else msgspec.msgpack.decode(raw, type=ClusterCheckpoint)
 
     async def write(self, checkpoint: ClusterCheckpoint) -> None:
-        """Replace this manager's checkpoint. Requires `claim`. The first call deletes those of
+        """Replaces this manager's checkpoint. Requires `claim`. The first call deletes those of
         earlier managers."""
         assert self._checkpoint, "a manager must take over first"
         await self._put(self._checkpoint, checkpoint)
@@ -104,7 +104,7 @@ class CheckpointStore:
         return await self._get_or_make(b"port", int, choose)
 
     async def clear(self) -> None:
-        """Delete everything when the application stops, including data of earlier
+        """Deletes everything when the application stops, including data of earlier
         configurations."""
         await self._ray.kv_delete(self._name(b""))
 

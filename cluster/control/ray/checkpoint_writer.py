@@ -48,7 +48,7 @@ class CheckpointWriter:
         self._log = StructuredLogger("cluster.checkpoints")
 
     async def claim(self, known_term: int = 0) -> None:
-        """Claim the next term, which is greater than each stored one and than `known_term`."""
+        """Claims the next term, which is greater than each stored one and than `known_term`."""
         term = await self._store.claim(self.owner, known_term)
         self._newest = ClusterCheckpoint().with_age(term, 0)
 
@@ -113,7 +113,7 @@ class CheckpointWriter:
         return owner
 
     def _on_silence(self, error: Exception) -> float:
-        """Record a failure of the store. Returns the delay before the next attempt: as long as the
+        """Records a failure of the store. Returns the delay before the next attempt: as long as the
         store has been silent, within bounds."""
         now = asyncio.get_running_loop().time()
         self._silent_since = now if self._silent_since is None else self._silent_since
@@ -151,9 +151,10 @@ class CheckpointWriter:
         return self._newest
 
     async def save(self, checkpoint: ClusterCheckpoint) -> bool:
-        """Store the checkpoint so that it survives the manager. Requires `take_over`. Returns False
-        if another manager leads, without writing if it leads already. One that takes over during
-        the write may or may not have read the checkpoint; one that takes over later reads it."""
+        """Stores the checkpoint so that it survives the manager. Requires `take_over`. Returns
+        False if another manager leads, without writing if it leads already. One that takes over
+        during the write may or may not have read the checkpoint; one that takes over later reads
+        it."""
         async with self._write_lock:
             if checkpoint != self._saved:
                 if not await self.is_leader():
@@ -165,7 +166,7 @@ class CheckpointWriter:
             return True
 
     async def save_until_written(self, make: Callable[[], ClusterCheckpoint]) -> None:
-        """Write the newest checkpoint, and retry until it is written."""
+        """Writes the newest checkpoint, and retries until it is written."""
         if self._is_saving:
             return
         self._is_saving = True

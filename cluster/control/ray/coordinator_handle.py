@@ -74,7 +74,7 @@ class CoordinatorHandle:
         return self.contact.pid if self.contact else None
 
     async def open(self) -> None:
-        """Find or create the coordinator. A new one takes the endpoint of its predecessor."""
+        """Finds or creates the coordinator. A new one takes the endpoint of its predecessor."""
         fresh = self._ray.new_endpoint()
         endpoint = await self._checkpoints.endpoint(lambda: fresh)
         self._actor = await self._ray.get_or_create_coordinator(
@@ -113,7 +113,7 @@ class CoordinatorHandle:
         ended: Collection[int],
         dead: Callable[[], dict[int, str]],
     ) -> dict[int, str]:
-        """Add members, and remove earlier incarnations of their ranks: those that the coordinator
+        """Adds members, and removes earlier incarnations of their ranks: those that the coordinator
         lists, and `ended`, which it may list later. `members`: returns them as they are now: one
         that begins to leave meanwhile joins as a leaving one. `dead`: returns the members that have
         terminated, with the reason, by rank; they are not added. Returns when each member is in the
@@ -144,7 +144,7 @@ class CoordinatorHandle:
         return result.refused
 
     async def leave(self, ranks: list[int]) -> int:
-        """Mark engines as leaving. Returns the epoch of a roster that says so."""
+        """Marks engines as leaving. Returns the epoch of a roster that says so."""
         call = self._send("leave", ranks, self.manager_id())
         return (await self._change_roster("leaving", ranks, call)).epoch
 
@@ -153,7 +153,7 @@ class CoordinatorHandle:
         await self._change_roster("staying", ranks, call)
 
     async def detach(self, ranks: list[int], idle_epoch: int | None = None) -> Roster:
-        """Remove engines and return the roster without them. `idle_epoch`: epoch of the roster
+        """Removes engines and returns the roster without them. `idle_epoch`: epoch of the roster
         under which they were found idle; the coordinator removes none of them if it has a newer
         roster."""
         limit_s = self._config.cluster.start_timeout_s
@@ -161,7 +161,7 @@ class CoordinatorHandle:
         return await self._change_roster("detached", ranks, call, limit_s)
 
     async def remove_failed(self, ranks: list[int], incarnations: list[int] | None = None) -> None:
-        """Remove dead engines; with `incarnations` only these. The call may reach a successor of
+        """Removes dead engines; with `incarnations` only these. The call may reach a successor of
         the coordinator, which may list another engine of the rank."""
         call = self._send("remove_failed", ranks, self.manager_id(), incarnations)
         await self._change_roster("removed", ranks, call)
@@ -210,7 +210,7 @@ class CoordinatorHandle:
         await self._call(self._send("save_manager_state", state))
 
     def save_manager_state(self, state: ManagerState) -> None:
-        """Send the state without waiting. The next `Membership` shows whether the coordinator kept
+        """Sends the state without waiting. The next `Membership` shows whether the coordinator kept
         it."""
         self._send("save_manager_state", state)
 
@@ -242,11 +242,11 @@ class CoordinatorHandle:
             answer.cancel()
 
     async def _kill_if_unresponsive(self) -> None:
-        """Kill the coordinator if it does not answer a second call either: perhaps only the waiting
-        manager was suspended. The successor has `stall_timeout_s` to answer, and each further one
-        twice as long, up to `start_timeout_s`, because it may hang too or its machine may be slow.
-        A manager that cannot reach Ray's GCS may be cut off, so it does not kill: Ray would carry
-        that out much later and kill a coordinator that serves."""
+        """Kills the coordinator if it does not answer a second call either: perhaps only the
+        waiting manager was suspended. The successor has `stall_timeout_s` to answer, and each
+        further one twice as long, up to `start_timeout_s`, because it may hang too or its machine
+        may be slow. A manager that cannot reach Ray's GCS may be cut off, so it does not kill: Ray
+        would carry that out much later and kill a coordinator that serves."""
         loop, limits = asyncio.get_running_loop(), self._config.cluster
         async with self._probe_lock:
             try:
@@ -267,6 +267,6 @@ class CoordinatorHandle:
                 self._patience_s = min(2.0 * self._patience_s, longest_s)
 
     def _on_answer(self) -> None:
-        """Reset the time for the next successor: this coordinator has started, so later silence is
+        """Resets the time for the next successor: this coordinator has started, so later silence is
         not a slow start."""
         self._patience_s, self._starts_until = self._config.cluster.stall_timeout_s, 0.0

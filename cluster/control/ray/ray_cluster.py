@@ -267,7 +267,7 @@ def _kv(function: Callable[..., T], *args: object) -> Callable[[], T]:
 
 
 async def _call_gcs(call: Callable[[], T], thread: Executor | None = None) -> T:
-    """Run a call that blocks while the GCS is unavailable. After a timeout the thread keeps
+    """Runs a call that blocks while the GCS is unavailable. After a timeout the thread keeps
     running."""
     loop = asyncio.get_running_loop()
     try:

@@ -40,7 +40,7 @@ class RayInterface(Protocol):
         """Returns new keys, a new name and a free port of this host, for a coordinator."""
 
     async def kill_process(self, pid: int, node: str) -> None:
-        """Kill a process of a node and return when its memory is free. It is not an error if the
+        """Kills a process of a node and returns when its memory is free. It is not an error if the
         process is already dead. On another node a helper does it. Raises an `ActorError` if no
         helper can."""
 
@@ -63,15 +63,15 @@ class RayInterface(Protocol):
     # ---------------------------------------------------------------- placement groups
 
     async def create_group(self, name: str, bundle: Mapping[str, float], count: int) -> Group:
-        """Reserve `count` bundles, each on one node, and as close together as possible. The group
+        """Reserves `count` bundles, each on one node, and as close together as possible. The group
         outlives its creator and waits until its resources are free. Raises RuntimeError if the name
         is taken."""
 
     async def wait_for_group(self, group: Group, timeout_s: float) -> bool:
-        """Wait for the resources of a group. Returns whether all of them are reserved."""
+        """Waits for the resources of a group. Returns whether all of them are reserved."""
 
     async def remove_group(self, group: Group) -> None:
-        """Start to remove a group. It is not an error if the group was removed before."""
+        """Starts to remove a group. It is not an error if the group was removed before."""
 
     async def groups(self) -> dict[str, Group]:
         """Returns all groups by name, sorted, except removed ones."""
@@ -96,7 +96,7 @@ class RayInterface(Protocol):
         rank: int,
         version: str,
     ) -> Actor:
-        """Create an `EngineActor` in the first bundle of the group; Ray never restarts it. Raises
+        """Creates an `EngineActor` in the first bundle of the group; Ray never restarts it. Raises
         ValueError if the name is taken."""
 
     async def get_or_create_coordinator(
@@ -113,11 +113,11 @@ class RayInterface(Protocol):
         calls again from the beginning."""
 
     def call(self, actor: Actor, method: str, *args: Any) -> Awaitable[Any]:
-        """Send a call at once. The awaitable may be awaited once or never; cancelling the wait does
-        not cancel the call. Awaiting raises an `ActorError`, and never times out."""
+        """Sends a call at once. The awaitable may be awaited once or never; cancelling the wait
+        does not cancel the call. Awaiting raises an `ActorError`, and never times out."""
 
     async def kill(self, actor: Actor, *, restart: bool = False) -> None:
-        """Kill an actor without its own clean-up. `restart`: Ray restarts it, if it can be
+        """Kills an actor without its own clean-up. `restart`: Ray restarts it, if it can be
         restarted. It is not an error if the actor is already dead."""
 
     # ---------------------------------------------------------------- the GCS's key-value store
@@ -125,12 +125,12 @@ class RayInterface(Protocol):
     async def kv_get(self, key: bytes) -> bytes | None: ...
 
     async def kv_put(self, key: bytes, value: bytes, *, overwrite: bool = True) -> bool:
-        """Store a value. Returns whether it was written: False if the key exists and `overwrite` is
-        False. After `GcsUnavailable` the value may still be written, but never after a later write
-        of this process."""
+        """Stores a value. Returns whether it was written: False if the key exists and `overwrite`
+        is False. After `GcsUnavailable` the value may still be written, but never after a later
+        write of this process."""
 
     async def kv_keys(self, prefix: bytes) -> list[bytes]:
         """Returns all keys with this prefix, sorted."""
 
     async def kv_delete(self, prefix: bytes) -> None:
-        """Delete all keys with this prefix, in order with `kv_put`."""
+        """Deletes all keys with this prefix, in order with `kv_put`."""

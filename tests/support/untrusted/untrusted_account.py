@@ -222,7 +222,7 @@ ATTEMPTS: dict[str, Callable[..., Any]] = {
 
 
 def become(uid: int) -> None:
-    """Give up root for good. Modules can still be imported. Raises OSError."""
+    """Gives up root for good. Modules can still be imported. Raises OSError."""
     _open_modules()
     os.setgroups([])
     os.setresgid(uid, uid, uid)

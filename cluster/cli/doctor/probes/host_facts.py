@@ -89,7 +89,7 @@ _DIGEST_BYTES = 8
 
 
 def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
-    """Collect all facts. `ray`: settings of this host's Ray, if it has one."""
+    """Collects all facts. `ray`: settings of this host's Ray, if it has one."""
     config = request.config
     start = collect_start_facts(config, request.node)
     return HostFacts(
@@ -117,8 +117,8 @@ def collect(request: HostRequest, ray: RayFacts | None = None) -> HostFacts:
 
 
 def collect_start_facts(config: Config | None, node: str) -> StartFacts:
-    """Collect the facts that decide whether processes of `config` can start on this host, which Ray
-    knows by the address `node`."""
+    """Collects the facts that decide whether processes of `config` can start on this host, which
+    Ray knows by the address `node`."""
     interface = config.cluster.interface if config else None
     try:
         address = host_address(interface, node)
@@ -134,7 +134,7 @@ def collect_start_facts(config: Config | None, node: str) -> StartFacts:
 
 
 def collect_torch(timeout_s: float) -> TorchFacts:
-    """Collect the facts of torch in another process: this one does not need torch, and a broken
+    """Collects the facts of torch in another process: this one does not need torch, and a broken
     torch may crash or hang."""
     try:
         probe = subprocess.run(
@@ -153,7 +153,7 @@ def collect_torch(timeout_s: float) -> TorchFacts:
 
 
 def collect_gpus(timeout_s: float, program: str = "nvidia-smi") -> GpuFacts:
-    """Run `nvidia-smi`, which asks NVML. A healthy driver answers within some seconds, even if it
+    """Runs `nvidia-smi`, which asks NVML. A healthy driver answers within some seconds, even if it
     must be loaded."""
     path = shutil.which(program)
     if path is None:
@@ -178,7 +178,7 @@ def collect_gpus(timeout_s: float, program: str = "nvidia-smi") -> GpuFacts:
 
 
 def parse_gpus(text: str) -> tuple[Gpu, ...]:
-    """Parse the rows of a query for `_GPU_FIELDS`. Raises ValueError."""
+    """Parses the rows of a query for `_GPU_FIELDS`. Raises ValueError."""
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]

@@ -129,7 +129,7 @@ class LinkListeners:
         self._servers: list[asyncio.Server] = []
 
     def open(self, part: Part) -> Listener:
-        """Listen at a free port of this part. If that fails, the result has the error."""
+        """Listens at a free port of this part. If that fails, the result has the error."""
         ports = range(part.first, part.last + 1) if part.first else None
         try:
             bound = listening_socket(part.host, ports)
@@ -169,7 +169,7 @@ class LinkListeners:
 def try_links(
     source: str, targets: Sequence[Target], token: SecretBytes, timeout_s: float
 ) -> list[Link]:
-    """Connect to all targets concurrently; each attempt times out after `timeout_s`."""
+    """Connects to all targets concurrently; each attempt times out after `timeout_s`."""
     if not targets:
         return []
     with ThreadPoolExecutor(min(len(targets), _CONNECTORS)) as pool:

@@ -68,7 +68,7 @@ class ClusterSilent(RuntimeError):
 def ask_cluster(
     address: str, config: Config | None, requirements: Requirements, timeout_s: float
 ) -> Survey:
-    """Connect to the cluster and ask all hosts; each step takes up to `timeout_s`. Raises
+    """Connects to the cluster and asks all hosts; each step takes up to `timeout_s`. Raises
     ClusterSilent."""
     with _connected(address):
         nodes = _ask_gcs(address, ray.nodes)
@@ -101,8 +101,8 @@ def ask_cluster(
 
 
 def ask_start_facts(config: Config) -> StartSurvey:
-    """Ask all hosts of the connected cluster. A host that does not answer is left out: Ray will not
-    place anything on it either. Raises ClusterSilent."""
+    """Asks all hosts of the connected cluster. A host that does not answer is left out: Ray will
+    not place anything on it either. Raises ClusterSilent."""
     nodes = _living(_ask_gcs(ray.get_runtime_context().gcs_address, ray.nodes))
     with _Probes(nodes, _START_S) as probes:
         return StartSurvey(hosts=probes.start_facts(config), config=config)
@@ -201,7 +201,7 @@ def _ask_gcs(address: str, call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def _connected(address: str) -> Iterator[None]:
-    """Connect to Ray. Its messages about lost hosts go to standard error, not into the report."""
+    """Connects to Ray. Its messages about lost hosts go to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr):
         yield from _connection(address)
 
@@ -268,12 +268,12 @@ class HostProbe:
         return msgspec.json.encode(collect(request, _ray_facts(object_store_bytes)))
 
     def listen(self, parts: list[Part]) -> bytes:
-        """Open listeners that live as long as this process. Returns `list[Listener]`."""
+        """Opens listeners that live as long as this process. Returns `list[Listener]`."""
         self._listeners = self._listeners or links.LinkListeners(self._token)
         return msgspec.json.encode([self._listeners.open(part) for part in parts])
 
     def connect(self, source: str, targets: list[Target], timeout_s: float) -> bytes:
-        """Try to connect to the targets. Returns `list[Link]`."""
+        """Tries to connect to the targets. Returns `list[Link]`."""
         return msgspec.json.encode(links.try_links(source, targets, self._token, timeout_s))
 
 

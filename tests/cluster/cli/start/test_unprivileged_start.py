@@ -67,7 +67,7 @@ def public() -> Iterator[Path]:
 
 
 def start(model: Path, home: str | None) -> tuple[dict[str, Any], list[str], list[str]]:
-    """Run the command: what it has found, its lines, and its errors."""
+    """Runs the command: what it has found, its lines, and its errors."""
     kept = {"PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", STARTS, str(UID), "serve", str(model), "--port=0"],
