@@ -13,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from ray.autoscaler._private.util import prepare_config, validate_config
 from ray.serve.schema import ServeDeploySchema
 
@@ -172,6 +173,9 @@ def test_kuberay_accepts_the_ray_service() -> None:
     ray = found["spec"]["rayClusterConfig"]
     (worker,) = ray["workerGroupSpecs"]
     assert ray["authOptions"] == {"mode": "token"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (installed,) = [each for each in project["dependencies"] if each.startswith("ray[")]
+    assert ray["rayVersion"] in Requirement(installed).specifier
     assert 1 <= worker["minReplicas"] <= worker["replicas"] <= worker["maxReplicas"]
 
 
@@ -205,6 +209,7 @@ def test_pods_are_restricted_and_write_only_to_volumes() -> None:
         pod = group["template"]["spec"]
         account = pod["securityContext"]
         assert account["runAsNonRoot"] is True
+        assert account["fsGroup"] == account["runAsGroup"], "it may write to the volumes"
         assert f"USER {account['runAsUser']}:{account['runAsGroup']}\n" in dockerfile
         (container,) = pod["containers"]
         assert container["securityContext"] == {
@@ -215,6 +220,17 @@ def test_pods_are_restricted_and_write_only_to_volumes() -> None:
         written = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         assert set(written) == {"/tmp", "/cache"}
         assert {volume["name"] for volume in pod["volumes"]} == set(written.values())
+
+
+def test_pods_with_gpus_run_on_nodes_that_only_they_tolerate() -> None:
+    """NVIDIA's device plugin and clouds taint nodes with GPUs by the name of the resource."""
+    pod = service()[0]["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]["spec"]
+    (container,) = pod["containers"]
+    resource = "nvidia.com/gpu"
+    assert container["resources"]["limits"][resource] == "1"
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    (toleration,) = pod["tolerations"]
+    assert toleration == {"key": resource, "operator": "Exists", "effect": "NoSchedule"}
 
 
 def test_traffic_reaches_only_ready_pods() -> None:

@@ -17,7 +17,7 @@ from swell.configs.schema import ModelConfig
 from swell.worker.layers.linear import ReplicatedLinear
 from swell.worker.layers.packed_weight import Packing, named_matrices
 from swell.worker.layers.weight_shard import ALL, WeightShard
-from swell.worker.loader import load_weight_shards
+from swell.worker.loader import LoadShare, load_weight_shards
 from swell.worker.quantization.grouped_matrix import GroupedMatrix
 from swell.worker.quantization.loaded_matrices import QuantizedMatrices
 from tests.worker.quantization import writers
@@ -78,7 +78,10 @@ def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: boo
     target = model[0].weight.data
     shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
     matrices = QuantizedMatrices(named_matrices(model), Packing(keeps_integers=keep), target.device)
-    load_weight_shards(lambda _: [shard], ModelConfig(path=str(folder)), matrices=matrices)
+    shares: list[LoadShare] = []
+    config = ModelConfig(path=str(folder))
+    load_weight_shards(lambda _: [shard], config, shares.append, matrices)
+    assert shares[-1] == (shard.target.nbytes, shard.target.nbytes, 1, 1)
     return target
 
 
