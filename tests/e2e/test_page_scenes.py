@@ -155,6 +155,7 @@ def test_a_first_visit_shows_a_playground_and_a_cluster(page: Browser) -> None:
     page.click("#tab-cluster")
     active_engines(page, 1)
     page.until_text(".summary", "serving")
+    save(page, "first-visit")
 
 
 def test_a_chat_shows_its_timeline(page: Browser) -> None:
@@ -177,6 +178,7 @@ def test_the_page_adds_an_engine(page: Browser) -> None:
     page.until_text(LOG, "the target is 2 engines, before 1")
     page.until_text(LOG, "engine 1 joined")
     active_engines(page, 2)
+    save(page, "rescale", 1000)
 
 
 def test_the_page_shows_a_killed_engine_and_its_replacement(
@@ -298,6 +300,9 @@ def test_the_page_upgrades_the_weights(page: Browser, tmp_path: Path) -> None:
     page.until_text(LOG, "in progress")
     page.until("return document.querySelectorAll('#log [data-kind=upgraded]').length >= 2")
     active_engines(page, 2)
+    page.click(".controls summary")
+    page.run("document.querySelector('main').scrollTop = 0")
+    save(page, "upgrade", 1000)
 
 
 def test_the_cluster_is_accessible(page: Browser) -> None:

@@ -36,16 +36,17 @@ export class Chart {
   }
 }
 
-// Returns a path of the points (share of the width, value); null interrupts it.
+// Returns a path of the points (share of the width, value); null interrupts it. A point between two
+// gaps is a dot.
 export function pathOf(points, highest) {
   let isDrawing = false;
   return points
     .map(([x, value]) => {
-      const command = isDrawing ? "L" : "M";
+      const [command, dot] = isDrawing ? ["L", ""] : ["M", "h0"];
       isDrawing = value !== null && value !== undefined;
       if (!isDrawing) return "";
       const y = HEIGHT - 1 - (value / highest) * (HEIGHT - 3);
-      return `${command}${(x * WIDTH).toFixed(1)} ${y.toFixed(1)}`;
+      return `${command}${(x * WIDTH).toFixed(1)} ${y.toFixed(1)}${dot}`;
     })
     .join("");
 }

@@ -103,7 +103,9 @@ test("a confirmation states the effect", () => {
 });
 
 test("a curve has gaps where nothing was measured", () => {
-  assert.equal(pathOf([[0, 0], [0.5, null], [1, 10]], 10), "M0.0 83.0M320.0 2.0");
+  const dots = "M0.0 83.0h0M320.0 2.0h0"; // a browser draws nothing of a path that only moves
+  assert.equal(pathOf([[0, 0], [0.5, null], [1, 10]], 10), dots);
+  assert.equal(pathOf([[0, 0], [1, 10]], 10), "M0.0 83.0h0L320.0 2.0");
   assert.deepEqual([0, 0.3, 1, 11, 250, NaN].map(niceTop), [1, 0.5, 1, 20, 500, 1]);
   const many = Array.from({ length: 1000 }, (_, at) => ({ at }));
   assert.equal(thinned(many, 300).at(-1).at, 999);
