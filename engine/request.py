@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from swell.engine.kv.block_hash import pack_tokens
 from swell.engine.wire import (
+    REPETITION_DETECTED,
     EngineCoreOutput,
     EngineCoreRequest,
     FinishReason,
     JourneyEvent,
     JourneyEventType,
+    RepetitionPattern,
 )
 from swell.worker.sampler_wire import Extra, TokenLogprobs
 
@@ -211,13 +214,18 @@ class Request:
             self.attempt,
         )
 
+    def _is_repetition(self, num_outputs: int) -> bool:
+        pattern = self.core.repetition
+        return pattern is not None and _ends_with_copies(self.token_ids, num_outputs, pattern)
+
     def append(self, sampled: list[int], extras: list[Extra]) -> EngineCoreOutput:
         """Adds the tokens that a step sampled, up to one that finishes the answer. `extras`
         contains a `TokenLogprobs` for each token, or none."""
         core, token_ids = self.core, self.token_ids
         before = num_outputs = len(token_ids) - self.prompt_tokens
         self.failed_attempts = 0
-        reason = stop = None
+        reason: FinishReason | None = None
+        stop: int | str | None = None
         for token_id in sampled:
             token_ids.append(token_id)
             num_outputs += 1
@@ -228,6 +236,8 @@ class Request:
                     reason = FinishReason.STOP
                 elif token_id in core.stop_token_ids:
                     reason, stop = FinishReason.STOP, token_id
+                elif reason is None and self._is_repetition(num_outputs):
+                    reason, stop = FinishReason.REPETITION, REPETITION_DETECTED
             if reason is not None:
                 self.status = RequestStatus.FINISHED
                 taken = num_outputs - before
@@ -246,6 +256,27 @@ class Request:
             extras,
             self.attempt,
         )
+
+
+def _ends_with_copies(token_ids: array[int], num_outputs: int, pattern: RepetitionPattern) -> bool:
+    """Returns whether the last `num_outputs` tokens end with enough copies of a pattern. Only sizes
+    at whose distance the last token occurs are compared."""
+    largest = min(pattern.max_size, num_outputs // pattern.min_count)
+    newest_first = token_ids[: -largest - 2 : -1]
+    size = pattern.min_size - 1
+    while size < largest:
+        try:
+            size = newest_first.index(token_ids[-1], size + 1)
+        except ValueError:
+            return False
+        copies = size * pattern.min_count
+        # The shorter comparison comes first, because most sizes fail there.
+        if (
+            token_ids[-size:] == token_ids[-2 * size : -size]
+            and token_ids[-copies:-size] == token_ids[size - copies :]
+        ):
+            return True
+    return False
 
 
 def _of_first(extras: list[Extra], taken: int) -> list[Extra]:

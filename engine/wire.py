@@ -44,6 +44,8 @@ class FinishReason(enum.IntEnum):
     INVALID = 4
     """The request cannot continue because of its own parameters, such as a grammar beyond the
     limits."""
+    REPETITION = 5
+    """The output repeated a pattern (`RepetitionPattern`)."""
 
     def __str__(self) -> str:
         return self.name.lower()
@@ -86,6 +88,15 @@ class PrefixHint(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     rank: int
     num_tokens: int
+
+
+class RepetitionPattern(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Finish a request whose output ends with at least `min_count` copies of one pattern, one after
+    another. Sizes are in tokens."""
+
+    min_size: int
+    max_size: int
+    min_count: int
 
 
 class EngineCoreRequest(
@@ -153,6 +164,7 @@ class EngineCoreRequest(
     handed_over: str = ""
     """The name under which another engine has written the KV of all full blocks before the prompt's
     last token. If the file does not exist, the blocks are computed."""
+    repetition: RepetitionPattern | None = None
 
 
 class AbortRequests(
@@ -216,6 +228,10 @@ class UtilityCall(
 EngineMessage = EngineCoreRequest | AbortRequests | KeepAlive | UtilityCall | ReplaceClient
 
 
+REPETITION_DETECTED = "repetition_detected"
+"""The stop reason of a repetition, as in vLLM."""
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The output of one step for one request."""
 
@@ -223,7 +239,7 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    """The stop token that finished it, or an error message."""
+    """The stop token that finished it, `REPETITION_DETECTED`, or an error message."""
     num_cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache; sent with the first output."""
     queue_s: float = 0.0

@@ -37,7 +37,8 @@ class CancelRequest(RequestBody, kw_only=True):
 
     def check(self) -> None:
         if (self.request_id is None) == (self.ids is None):
-            raise BadRequest("send either 'request_id' or 'ids'", "request_id")
+            field = "ids" if self.request_id else "request_id"
+            raise BadRequest("send either 'request_id' or 'ids'", field)
         if self.request_id is not None:
             _check_id("request_id", self.request_id)
         if self.ids == []:

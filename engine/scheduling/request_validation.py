@@ -25,6 +25,8 @@ MAX_LOGPROBS = 1024
 MAX_PROMPT_LOGPROBS = 1 << 20
 """Maximum number of values of all positions of a prompt, if each has more than `MAX_LOGPROBS`."""
 MAX_GRAMMAR_CHARS = 4 * GRAMMAR_LIMITS["max_grammar_size"]
+MAX_PATTERN_TOKENS = 1024
+"""Maximum size of a pattern, and number of its copies, that are looked for after each token."""
 MAX_TEXT_CHARS = 4096
 """Maximum length of an id or a salt."""
 _OF_ADAPTER = ("name", "folder", "digest")
@@ -70,6 +72,7 @@ def _invalid_reasons(
     yield from _handover(request)
     yield from _prompt_embeds(request)
     yield from _adapter(request)
+    yield from _repetition(request)
     yield from _texts(request)
     for name in ("prompt_token_ids", "output_token_ids", "stop_token_ids"):
         yield from _out_of_vocabulary(name, getattr(request, name), vocab_size)
@@ -146,6 +149,14 @@ def _prompt_embeds(request: EngineCoreRequest) -> Iterator[str]:
 def _adapter(request: EngineCoreRequest) -> Iterator[str]:
     if request.adapter is not None and request.cache_salt is None:
         yield "cache_salt is missing: it keeps the KV of an adapter apart from that of the model"
+
+
+def _repetition(request: EngineCoreRequest) -> Iterator[str]:
+    pattern = request.repetition
+    if pattern is not None:
+        yield from _range("repetition.max_size", pattern.max_size, 1, MAX_PATTERN_TOKENS)
+        yield from _range("repetition.min_size", pattern.min_size, 1, pattern.max_size)
+        yield from _range("repetition.min_count", pattern.min_count, 2, MAX_PATTERN_TOKENS)
 
 
 def _texts(request: EngineCoreRequest) -> Iterator[str]:

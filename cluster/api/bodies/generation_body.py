@@ -10,7 +10,11 @@ from swell.cluster.api.bodies.sampling_fields import SamplingFields, check_routi
 from swell.cluster.api.bodies.timings import IncludeTimings
 from swell.cluster.text.errors import BadRequest, Field, bad_value
 from swell.cluster.text.json_types import JsonSchema, JsonValue
-from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
+from swell.cluster.text.params.sampling_params import (
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputs,
+)
 from swell.cluster.text.prompt.generation_request import Conversation, GenerationRequest, Prompt
 from swell.cluster.text.prompt.truncation import FIT_CONTEXT, TokenizeOptions, Truncation
 from swell.cluster.text.schema.request_body import RequestBody
@@ -65,6 +69,8 @@ class GenerationBody(SamplingFields, kw_only=True):
     """None: the model that is served."""
     max_tokens: int | None = None
     include_stop_str_in_output: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    """Ends an answer that repeats itself, with the finish reason `repetition`."""
     skip_special_tokens: bool | None = None
     n: int | None = None
     prompt_logprobs: int | None = None

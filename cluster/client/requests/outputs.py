@@ -133,9 +133,10 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     cumulative_logprob: float | None = None
     """Sum over the tokens of the answer so far, for every `RequestOutputKind`."""
     finish_reason: str | None = None
-    """`stop`, `length`, `abort`, `error` or `invalid`."""
+    """`stop`, `length`, `abort`, `repetition`, `error` or `invalid`."""
     stop_reason: int | str | None = None
-    """The stop string or stop token that ended the answer, or an error message."""
+    """The stop string or stop token that ended the answer, `repetition_detected`, or an error
+    message."""
     content_limit: ContentLimit | None = None
     """Limit on all content returned so far; None if `text` is cut already, or cannot be cut."""
     pooled: bytes = b""

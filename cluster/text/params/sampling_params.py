@@ -37,6 +37,17 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A context-free grammar in Lark's notation, or in llama.cpp's (GBNF)."""
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ends an answer whose last tokens are copies of one pattern, one after another."""
+
+    max_pattern_size: int = 0
+    """The largest size of a pattern, in tokens; 0: nothing is detected."""
+    min_pattern_size: int = 0
+    """The smallest size, in tokens; 0 means 1."""
+    min_count: int = 0
+    """The number of copies that end the answer, at least 2."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parameters for the sampling of one answer, and for its end."""
 
@@ -57,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetection | None = None
     include_stop_str_in_output: bool = False
     """Whether the text includes the stop string, or the stop token's text, that ended it."""
     skip_special_tokens: bool = True

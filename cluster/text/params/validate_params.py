@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from swell.cluster.text.errors import BadRequest, Field, bad_value
-from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import RepetitionDetection, SamplingParams
 from swell.configs.error_text import shown
 
 MAX_STOP_STRINGS = 16
@@ -31,6 +31,9 @@ MAX_VOCABULARY_LOGPROBS = 512 * 1024
 """Limit on the values with `WHOLE_VOCABULARY`, over all prompt tokens and answers: 40 MB of
 JSON."""
 MAX_BIASED_TOKENS = 1024
+MAX_PATTERN_SIZE = 256
+"""Limit on the tokens of a pattern, and on its copies, that an engine looks for after each
+token."""
 
 
 class Numbers(NamedTuple):
@@ -107,6 +110,7 @@ def validate(params: SamplingParams, *, vocab_size: int) -> None:
             "allowed_token_ids",
         )
     _check_bias(params.logit_bias, vocab_size)
+    _check_repetition(params.repetition_detection)
     for name in FLAGS:
         if not isinstance(getattr(params, name), bool):
             raise bad_value(name, getattr(params, name), "must be true or false")
@@ -218,6 +222,27 @@ def _check_tokens(name: str, token_ids: object, limit: int, vocab_size: int) -> 
         raise bad_value(name, token_ids, "must be a list of token ids")
     check_length(name, token_ids, "ids", limit)
     check_token_ids(name, token_ids, vocab_size)
+
+
+def _check_repetition(detection: object) -> None:
+    name = "repetition_detection"
+    if detection is None:
+        return
+    if not isinstance(detection, RepetitionDetection):
+        raise bad_value(name, detection, "must be an object with max_pattern_size and min_count")
+    most, least = detection.max_pattern_size, detection.min_pattern_size
+    Integers(0, MAX_PATTERN_SIZE).check(f"{name}.max_pattern_size", most)
+    Integers(0, MAX_PATTERN_SIZE).check(f"{name}.min_pattern_size", least)
+    if least > most:
+        head = f"{name}.min_pattern_size={least} is above "
+        path = f"{name}.max_pattern_size"
+        raise BadRequest([head, Field(path), f"={most}"], f"{name}.min_pattern_size")
+    count = detection.min_count
+    if not most and count:
+        problem = f"needs {name}.max_pattern_size of at least 1"
+        raise bad_value(f"{name}.min_count", count, problem)
+    if most:
+        Integers(2, MAX_PATTERN_SIZE).check(f"{name}.min_count", count)
 
 
 def _check_bias(bias: object, vocab_size: int) -> None:

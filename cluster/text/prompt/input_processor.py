@@ -43,7 +43,7 @@ from swell.cluster.text.prompt.truncation import TEMPLATE_TEXT, TokenizeOptions
 from swell.cluster.text.tokens.bad_words import bad_words_token_ids
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.configs.section import LogprobsMode
-from swell.engine.wire import EngineCoreRequest, PrefixHint
+from swell.engine.wire import EngineCoreRequest, PrefixHint, RepetitionPattern
 from swell.worker.sampler_wire import Grammar
 
 TAIL_TOKENS = 16
@@ -193,6 +193,7 @@ class InputProcessor(msgspec.Struct, frozen=True):
                 adapter=request.adapter,
                 keep_blocks=prefix is not None,
                 prefix_hint=hint,
+                repetition=_repetition(params),
             )
             for token_ids, limit, sent in zip(prompts, max_tokens, embeds, strict=True)
             for index in range(params.num_children)
@@ -375,6 +376,15 @@ class AsyncInputProcessor:
         """Counts in the same way without delaying other requests."""
         size = sum(map(len, texts))
         return await self._offloads.bodies.run_sized(size, self.reasoning_tokens, texts, most)
+
+
+def _repetition(params: SamplingParams) -> RepetitionPattern | None:
+    """Returns the engine's form of `repetition_detection`."""
+    detection = params.repetition_detection
+    if detection is None or not detection.max_pattern_size:
+        return None
+    least = max(1, detection.min_pattern_size)
+    return RepetitionPattern(least, detection.max_pattern_size, detection.min_count)
 
 
 def _salt(request: GenerationRequest) -> str | None:

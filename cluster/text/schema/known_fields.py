@@ -41,7 +41,6 @@ _SAMPLING: Mapping[str, Values] = {
     "vllm_xargs": _EMPTY,
     "watermarking": _OFF,
     "watermark": _OFF,
-    "repetition_detection": _NULL,
     "typical_p": (1.0,),
     "tfs_z": (1.0,),
     "mirostat": (0,),
@@ -129,6 +128,7 @@ RESPONSES = Ecosystem(
     {
         **_SAMPLING,
         **_BUDGET,
+        "repetition_detection": _NULL,
         "skip_special_tokens": _ON,
         "include_stop_str_in_output": _OFF,
         "enable_response_messages": _OFF,

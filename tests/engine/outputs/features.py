@@ -11,7 +11,11 @@ import msgspec
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from swell.cluster.text.params.sampling_params import SamplingParams, StructuredOutputs
+from swell.cluster.text.params.sampling_params import (
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputs,
+)
 
 STEADY = settings(
     derandomize=True,
@@ -23,9 +27,10 @@ STEADY = settings(
 """Settings that draw the same examples in every run; the engines are kept between examples."""
 
 COUNT, UPPER = "count from 3 to 12", "upper: abcdefgh"
+FRBF = "repeat 5 times: frbf"
 GREET = "greet in German: Orozecud"  # "Grüß dich, Orozecud! 🍀" has characters of several bytes
 PERSON = "json name, age, city: Ezasupo is 8 years old and lives in Adin."
-PROMPTS = (COUNT, UPPER, GREET, PERSON, "repeat 5 times: frbf", "add: 29+81")
+PROMPTS = (COUNT, UPPER, GREET, PERSON, FRBF, "add: 29+81")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
@@ -90,6 +95,15 @@ FEATURES: dict[str, RequestSpec] = {
         COUNT, stop_token_ids=[ord("6")], include_stop_str_in_output=True
     ),
     "ignore_eos": request_spec(UPPER, ignore_eos=True),
+    "repetition_detection": request_spec(
+        FRBF, repetition_detection=RepetitionDetection(max_pattern_size=9, min_count=3)
+    ),
+    "repetition_detection, min_tokens and logprobs": request_spec(
+        FRBF,
+        repetition_detection=RepetitionDetection(max_pattern_size=6, min_count=2),
+        min_tokens=14,
+        logprobs=1,
+    ),
     "special tokens": request_spec(UPPER, ignore_eos=True, skip_special_tokens=False),
     "logprobs": request_spec(GREET, logprobs=3),
     "logprobs of drawn tokens": drawn(
@@ -121,6 +135,12 @@ _FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "ignore_eos": st.booleans(),
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
+    "repetition_detection": st.builds(
+        RepetitionDetection,
+        min_pattern_size=st.integers(0, 3),
+        max_pattern_size=st.integers(3, 8),
+        min_count=st.integers(2, 3),
+    ),
     "n": st.just(2),
     "best_of": st.just(3),
     "presence_penalty": st.sampled_from([-1.0, 0.6, 2.0]),

@@ -12,7 +12,7 @@ from swell.cluster.text.params import sampling_params as ingress
 from swell.cluster.text.params import validate_params as limits
 from swell.configs.lora import Adapter
 from swell.engine.scheduling import request_validation as validate
-from swell.engine.wire import EngineCoreRequest, FinishReason
+from swell.engine.wire import EngineCoreRequest, FinishReason, RepetitionPattern
 from swell.worker.sampler_wire import (
     GRAMMAR_LIMITS,
     Grammar,
@@ -59,6 +59,11 @@ OF_REQUEST: list[tuple[str, Any]] = [
     ("prompt_embeds", PromptEmbeds("F32", 4, b"123")),
     ("prompt_embeds", PromptEmbeds("F32", 0, b"")),
     ("prompt_embeds", PromptEmbeds("BF16", -4, bytes(48))),
+    ("repetition", RepetitionPattern(0, 4, 2)),
+    ("repetition", RepetitionPattern(5, 4, 2)),
+    ("repetition", RepetitionPattern(1, 5000, 2)),
+    ("repetition", RepetitionPattern(1, 4, 1)),
+    ("repetition", RepetitionPattern(1, 4, 5000)),
     *(("hand_over", value) for value in ("../x", "0" * 31, "0" * 32)),  # max_tokens is not 1
     *(("handed_over", value) for value in ("../x", "0" * 33)),
 ]

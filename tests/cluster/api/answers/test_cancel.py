@@ -244,7 +244,7 @@ def test_an_api_without_such_a_finish_reason_answers_with_an_error(
     ("path", "sent", "says"),
     [
         ("/v1/cancel", {}, "request_id"),
-        ("/v1/cancel", {"request_id": "a", "ids": ["b"]}, "request_id"),
+        ("/v1/cancel", {"request_id": "a", "ids": ["b"]}, "either"),
         ("/v1/cancel", {"ids": []}, "ids"),
         ("/v1/cancel", {"ids": ["a"] * 1001}, "ids holds 1001 ids; at most 1000"),
         ("/v1/cancel", {"ids": ["a" * 300]}, "ids[0]"),

@@ -29,10 +29,12 @@ from swell.cluster.api.responses.protocol import (
     ResponsesRequest,
 )
 from swell.cluster.text.errors import BadRequest
+from swell.cluster.text.params.sampling_params import RepetitionDetection, StructuredOutputs
 from swell.cluster.text.schema.chat_messages import ContentPart, ToolDefinition
 from swell.cluster.text.schema.decode import decode
 from swell.cluster.text.schema.known_fields import Ecosystem
 from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, not_served
+from swell.engine.wire import RepetitionPattern
 from tests.cluster.fake_cluster import FakeCluster, body
 from tests.cluster.text import tokenizers_for_tests
 from tests.support.paths import ROOT
@@ -53,7 +55,7 @@ ANSWER = (
     TOKENS + "model max_tokens include_stop_str_in_output skip_special_tokens n prompt_logprobs "
     "response_format stream stream_options stream_interval return_token_ids logprobs best_of echo "
     "return_tokens_as_token_ids add_special_tokens truncate_prompt_tokens truncation_side "
-    "include_timings return_routed_experts "
+    "include_timings return_routed_experts repetition_detection "
 )
 CONVERSATION = (
     "model messages system tools tool_choice thinking output_config chat_template_kwargs "
@@ -83,6 +85,8 @@ EFFECTIVE: dict[str, str] = {
     "TokenizeRequest": "model prompt messages tools add_special_tokens add_generation_prompt "
     "continue_final_message chat_template chat_template_kwargs return_token_strs",
     "DetokenizeRequest": "model tokens",
+    "CancelRequest": "request_id ids",
+    "AbortRequest": "request_ids",
     "EmbeddingRequest": POOLING
     + "input encoding_format dimensions normalize prompt_name input_type",
     "ClassifyRequest": POOLING + "input use_activation",
@@ -103,6 +107,7 @@ EFFECTIVE: dict[str, str] = {
     "ResponseFormat": "type json_schema",
     "JsonSchemaFormat": "schema",
     "StructuredOutputs": "json json_object regex choice grammar",
+    "RepetitionDetection": "max_pattern_size min_pattern_size min_count",
     "ChatMessage": "role content name tool_call_id tool_calls reasoning_content reasoning "
     "function_call",
     "ThinkingSwitch": "type",
@@ -361,7 +366,8 @@ def test_unknown_fields_are_ignored_in_a_history_and_refused_elsewhere():
     """The decoder refuses unknown fields everywhere. In a history they are removed before decoding
     (`cluster/text/schema/unknown_fields.py`)."""
     assert all(
-        issubclass(k, RequestBody) or k.__name__ == "StructuredOutputs" for k in KINDS.values()
+        issubclass(k, RequestBody) or k in (StructuredOutputs, RepetitionDetection)
+        for k in KINDS.values()
     )
     assert all(k.__struct_config__.forbid_unknown_fields for k in KINDS.values())
     assert {name for name, kind in KINDS.items() if issubclass(kind, HistoryPart)} == set(
@@ -408,3 +414,33 @@ def test_a_priority_is_refused_without_the_priority_policy(tmp_path, policy):
         else:
             assert (neutral, requesting, priority) == (200, 400, 0)
             assert "priority=3" in message and "scheduler.policy" in message
+
+
+# -------------------------------------------------------------------------------- repetition
+
+
+@pytest.mark.slow
+def test_a_repetition_is_detected_unless_it_is_off(tmp_path):
+    tokenizers_for_tests.chat_tokenizer().save_pretrained(tmp_path)
+    sent = [
+        {"max_pattern_size": 8, "min_count": 3},
+        {"max_pattern_size": 8, "min_pattern_size": 2, "min_count": 2},
+        {},
+    ]
+
+    async def scenario() -> list[RepetitionPattern | None]:
+        async with FakeCluster(tmp_path).serving() as cluster:
+            engine = await cluster.join(0)
+            for path in ("/v1/completions", "/v1/chat/completions"):
+                for one in sent:
+                    payload = {**ROUTES[path], "repetition_detection": one}
+                    answer = await cluster.client.post(path, json=payload)
+                    assert answer.status_code == 200, answer.text
+            wrong = {**ROUTES["/v1/completions"], "repetition_detection": {"min_count": 1}}
+            answer = await cluster.client.post("/v1/completions", json=wrong)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "repetition_detection.min_count"
+            return [request.repetition for request in engine.arrived]
+
+    patterns = [RepetitionPattern(1, 8, 3), RepetitionPattern(2, 8, 2), None]
+    assert asyncio.run(scenario()) == 2 * patterns

@@ -22,6 +22,8 @@ from tests.cluster.text import tokenizers_for_tests
 pytestmark = pytest.mark.slow
 
 TURN = {"role": "user", "content": "hi"}
+ID = "one"
+"""The id of each request: a later one may cancel it."""
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "fake", "prompt": [5, 6], "max_tokens": 2},
     "/v1/chat/completions": {"model": "fake", "messages": [TURN], "max_tokens": 2},
@@ -31,6 +33,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/sessions": {},
     "/tokenize": {"prompt": "hi"},
     "/detokenize": {"tokens": [5, 6]},
+    "/v1/cancel": {"request_id": ID},
+    "/abort_requests": {"request_ids": [ID]},
     "/admin/scale": {"engines": 2},
     "/admin/drain": {"rank": 0},
     "/admin/upgrade": {"config": {"model": {"path": "m"}}},
@@ -112,7 +116,7 @@ def answers(
 def posts(change: Callable[[bytes], bytes] = bytes, **headers: str) -> list[Any]:
     """Returns a valid request to each route that takes a body. `change` is applied to the body."""
     return [
-        ("POST", path, {**JSON, **headers}, change(json.dumps(body).encode()))
+        ("POST", path, {**JSON, "x-request-id": ID, **headers}, change(json.dumps(body).encode()))
         for path, body in BODIES.items()
     ]
 

@@ -4,13 +4,14 @@ receives."""
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import msgspec
 import pytest
 
 from swell.cluster.text.errors import BadRequest
-from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import RepetitionDetection, SamplingParams
 from swell.cluster.text.params.validate_params import (
     MAX_BIASED_TOKENS,
     MAX_LOGPROBS,
@@ -47,6 +48,7 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("max_tokens", -5, "-5", "at least 1"),
     ("max_tokens", False, "False", "integer"),
     ("min_tokens", -1, "-1", "at least 0"),
+    ("repetition_detection", 3, "3", "max_pattern_size"),
     ("ignore_eos", 1, "1", "true or false"),
     ("stop", 5, "5", "string"),
     ("stop", "", "''", "non-empty"),
@@ -73,6 +75,26 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     ("n", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
     ("best_of", MAX_N + 1, str(MAX_N + 1), str(MAX_N)),
 ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_pattern_size": 257}, "max_pattern_size=257 must be between 0 and 256"),
+        ({"max_pattern_size": -1}, "max_pattern_size=-1 must be between 0 and 256"),
+        ({"max_pattern_size": 4, "min_pattern_size": 5}, "size=5 is above repetition_detection"),
+        ({"max_pattern_size": 4}, "min_count=0 must be between 2 and 256"),
+        ({"max_pattern_size": 4, "min_count": 257}, "min_count=257 must be between 2 and 256"),
+        ({"min_count": 3}, "min_count=3 needs repetition_detection.max_pattern_size"),
+        ({"max_pattern_size": 4, "min_count": True}, "min_count=True must be an integer"),
+    ],
+)
+def test_a_repetition_that_cannot_be_detected_is_refused(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BadRequest, match=re.escape(message)) as caught:
+        validate(SamplingParams(repetition_detection=RepetitionDetection(**fields)), vocab_size=9)
+    assert str(caught.value.param).startswith("repetition_detection.")
 
 
 @pytest.mark.parametrize(("field", "value", "text", "limit"), REFUSED)
