@@ -112,12 +112,12 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
 
     x [T, hidden]; experts [T, k] int64; out [T, k, hidden], contiguous, changes in place. Products
     are those of `swell.kernels.linear.linear`, and an expert without tokens costs nothing. Weights
-    may be quantized, except in `triton`. With packed weights it is exact: out[t] has the same bits
-    for any other tokens. Otherwise its rounding depends in `reference` on how many tokens chose the
-    same expert, and in `triton` only on T. It never depends on other experts or their placement. In
-    `reference` the host reads how often each expert was chosen, so each call waits once for the
-    device. Backends: reference, cpu (all packed experts in one call, if their forms are alike),
-    triton.
+    may be quantized. With packed weights it is exact: out[t] has the same bits for any other
+    tokens. Otherwise its rounding depends in `reference` on how many tokens chose the same expert,
+    and in `triton` only on T. It never depends on other experts or their placement. In `reference`,
+    and in `triton` if the forms of experts are not alike, the host reads how often each expert was
+    chosen, so each call waits once for the device. Backends: reference, cpu (all packed experts in
+    one call, if their forms are alike), triton.
     """
     backends.get("moe", x.device.type).expert_outputs(x, experts, weights, out)
 

@@ -20,12 +20,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from swell.kernels.linear import FloatWeight, PackedTensor
+from swell.kernels.linear import Weight
 from swell.kernels.moe import ALIGNMENT, ExpertTable
 from swell.kernels.reference import moe as reference
 from swell.kernels.triton import TYPES, Tile
 from swell.kernels.triton.activation import silu
 from swell.kernels.triton.linear import plain
+from swell.kernels.triton.quantized import dequantized, form_of
+from swell.kernels.weights.quantized import PackedQuantizedTensor
 
 PAIRS = 1024
 """Pairs that a program counts or places at once."""
@@ -114,10 +116,13 @@ def _place(
 def _product(
     x, addresses, pairs_of_block, expert_of_block, out, pairs, x_stride,
     CHOICES: tl.constexpr, IN: tl.constexpr, OUT: tl.constexpr, GATED: tl.constexpr,
-    ALIGNMENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, BITS: tl.constexpr, HAS_MINS: tl.constexpr, SCALES: tl.constexpr,
+    EXPONENT: tl.constexpr, PANEL: tl.constexpr, ALIGNMENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Sets out[pair] = W x[pair // CHOICES], or silu(W x) * (V x) if GATED. x [rows, IN]; out
-    [pairs, OUT]; addresses [E]: of W [OUT, IN], which V follows."""
+    [pairs, OUT]; addresses [E]: of W [OUT, IN], which V follows; or of both in the form of
+    `quantized.py`, if GROUP is not 0."""
     block = tl.program_id(0)
     expert = tl.load(expert_of_block + block)
     if expert < 0:
@@ -126,20 +131,46 @@ def _product(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_pair, inside = pair < pairs, column < OUT
     dtype = out.dtype.element_ty
-    weight = tl.load(addresses + expert).to(tl.pointer_type(dtype))
+    weight = tl.load(addresses + expert).to(tl.pointer_type(tl.int32 if GROUP else dtype))
     weight = tl.multiple_of(weight, ALIGNMENT)
     rows = x + (pair // CHOICES).to(tl.int64)[:, None] * x_stride
     weights = weight + column.to(tl.int64)[:, None] * IN
+    # The outputs of panels after the last one are those of the first one, and are not stored.
+    OUTS: tl.constexpr = tl.cdiv(OUT * (1 + GATED), PANEL) * PANEL
+    of_panels = tl.where(column < OUTS, column, column % PANEL)
+    next_outputs = tl.where(column + OUT < OUTS, column + OUT, column % PANEL)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     gated_total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, IN, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         a = tl.load(rows + k, mask=is_pair[:, None] & (k < IN), other=0.0)
-        b = tl.load(weights + k, mask=inside[:, None] & (k < IN), other=0.0)
-        total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        if GROUP:
+            b = dequantized(
+                weight,
+                of_panels,
+                first,
+                IN,
+                GROUP,
+                BITS,
+                HAS_MINS,
+                SCALES,
+                EXPONENT,
+                PANEL,
+                BLOCK_K,
+            ).to(dtype)
+        else:
+            b = tl.trans(tl.load(weights + k, mask=inside[:, None] & (k < IN), other=0.0))
+        total = tl.dot(a, b, total, input_precision="ieee")
         if GATED:
-            v = tl.load(weights + OUT * IN + k, mask=inside[:, None] & (k < IN), other=0.0)
-            gated_total = tl.dot(a, tl.trans(v), gated_total, input_precision="ieee")
+            if GROUP:
+                v = dequantized(
+                    weight, next_outputs, first, IN, GROUP, BITS, HAS_MINS, SCALES, EXPONENT, PANEL,
+                    BLOCK_K,
+                ).to(dtype)  # fmt: skip
+            else:
+                at = weights + OUT * IN + k
+                v = tl.trans(tl.load(at, mask=inside[:, None] & (k < IN), other=0.0))
+            gated_total = tl.dot(a, v, gated_total, input_precision="ieee")
     if GATED:  # rounded like separate operations
         gate = silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
         total = gate * gated_total.to(dtype).to(tl.float32)
@@ -183,15 +214,15 @@ def route(
 
 def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor) -> None:
     """See `swell.kernels.moe.expert_outputs`."""
-    (tokens, hidden), (gate_up, down) = x.shape, next(iter(weights.values()), (x, x))
+    tokens, hidden = x.shape
     if not weights or not tokens:
         return
-    assert isinstance(gate_up, FloatWeight) and isinstance(down, FloatWeight)
-    exact = isinstance(gate_up, PackedTensor)
-    gate_up, down = plain(gate_up), plain(down)
-    if x.dtype not in TYPES or not all(_is_dense(each, x.dtype) for each in (gate_up, down)):
+    both = weights.alike
+    if both is None or not all(_is_computed(each, x.dtype) for each in both):
         reference.expert_outputs(x, experts, weights, out)
         return
+    gate_up, down = both
+    exact = not (isinstance(gate_up, Tensor) and isinstance(down, Tensor))
     assert out.is_contiguous() and out.dtype == x.dtype
     x = x if x.stride(1) == 1 and not exact else x.contiguous()
     experts, pairs, count = experts.contiguous(), experts.numel(), weights.addresses.shape[1]
@@ -199,10 +230,12 @@ def expert_outputs(x: Tensor, experts: Tensor, weights: ExpertTable, out: Tensor
     # Each expert that has pairs fills all its blocks except the last.
     blocks = (pairs + min(pairs, count) * (tile.rows - 1)) // tile.rows
     groups = _group(experts, weights.addresses[0], blocks, tile.rows)
-    inner = x.new_empty(pairs, gate_up.shape[0] // 2)
-    _multiply(x, weights.addresses[0], groups, inner, tile, experts.shape[1], gated=True)
+    outs = gate_up.shape[0] if isinstance(gate_up, Tensor) else gate_up.out_features
+    inner = x.new_empty(pairs, outs // 2)
+    _multiply(x, weights.addresses[0], groups, inner, tile, experts.shape[1], _form(gate_up), True)
     wider = tile._replace(outputs=2 * tile.outputs)
-    _multiply(inner, weights.addresses[1], groups, out.view(pairs, hidden), wider, 1, gated=False)
+    terms = out.view(pairs, hidden)
+    _multiply(inner, weights.addresses[1], groups, terms, wider, 1, _form(down), False)
 
 
 def _group(experts: Tensor, addresses: Tensor, blocks: int, block_m: int) -> tuple[Tensor, Tensor]:
@@ -226,19 +259,29 @@ def _multiply(
     out: Tensor,
     tile: Tile,
     choices: int,
-    *,
+    form: tuple[object, ...],
     gated: bool,
 ) -> None:
     """See `_product`."""
     pairs, outs = out.shape
     _product[(len(groups[1]), triton.cdiv(outs, tile.outputs))](
-        x, addresses, *groups, out, pairs, x.stride(0), choices, x.shape[1], outs, gated, ALIGNMENT,
-        tile.rows, tile.outputs, tile.inputs, num_warps=4, num_stages=tile.stages,
+        x, addresses, *groups, out, pairs, x.stride(0), choices, x.shape[1], outs, gated, *form,
+        ALIGNMENT, tile.rows, tile.outputs, tile.inputs, num_warps=4, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def _is_dense(weight: Tensor, dtype: torch.dtype) -> bool:
-    return weight.dtype == dtype and weight.is_contiguous()
+def _is_computed(weight: Weight, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies such weights with inputs of this type."""
+    if dtype not in TYPES or weight.dtype != dtype:
+        return False
+    return isinstance(weight, PackedQuantizedTensor) or plain(weight).is_contiguous()
+
+
+def _form(weight: Weight) -> tuple[object, ...]:
+    """Returns GROUP, BITS, HAS_MINS, SCALES, EXPONENT and PANEL."""
+    if isinstance(weight, PackedQuantizedTensor):
+        return form_of(weight)
+    return 0, 0, False, tl.float32, 0, 1
 
 
 def _tile(dtype: torch.dtype, pairs: int, count: int, exact: bool) -> Tile:

@@ -147,8 +147,8 @@ def multiply(
         # All sizes are those of the whole weight: `outs` must not change the bits of an output.
         tile = _tile(dtype, weight.out_features)
         _quantized_linear[(triton.cdiv(count, tile.rows), triton.cdiv(outs, tile.outputs))](
-            x, _words(weight), bias, y, count, size, outs, *_form(weight), tile.rows, tile.outputs,
-            tile.inputs, num_warps=4, num_stages=tile.stages,
+            x, _words(weight), bias, y, count, size, outs, *form_of(weight), tile.rows,
+            tile.outputs, tile.inputs, num_warps=4, num_stages=tile.stages,
         )  # fmt: skip
     return y
 
@@ -160,7 +160,7 @@ def rows(ids: Tensor, weight: PackedQuantizedTensor, start: int) -> Tensor:
     if y.numel():
         block = min(ROW_INPUTS, triton.next_power_of_2(size))
         _quantized_embedding[(ids.numel(), triton.cdiv(size, block))](
-            ids.contiguous(), _words(weight), y, start, size, weight.out_features, *_form(weight),
+            ids.contiguous(), _words(weight), y, start, size, weight.out_features, *form_of(weight),
             block, num_warps=4,
         )  # fmt: skip
     return y
@@ -171,7 +171,7 @@ def _words(weight: PackedQuantizedTensor) -> Tensor:
     return weight.data.view(torch.int32)
 
 
-def _form(weight: PackedQuantizedTensor) -> tuple[object, ...]:
+def form_of(weight: PackedQuantizedTensor) -> tuple[object, ...]:
     """Returns GROUP, BITS, HAS_MINS, SCALES, EXPONENT and PANEL."""
     form = weight.form
     panel = weight.data.shape[2] // form.block_bytes(1)

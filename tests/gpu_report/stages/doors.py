@@ -16,9 +16,10 @@ from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
 from swell.kernels.host.cache_format import LIMITS, cache_width
 from swell.kernels.inputs import Bucket, Inputs
+from swell.kernels.linear import pack_quantized
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
-from swell.kernels.weights.quantized import Numbers, QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
 from tests.gpu_report.scale import Figures, Scale
 
 Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
@@ -146,10 +147,13 @@ def _products(
     return found
 
 
-def _form(bits: int, group: int, mins: bool = False) -> tuple[Any, ...]:
-    """Returns the parts of a random quantized weight [96, 256]."""
-    integers = torch.randint(2**bits, (96, 256), dtype=torch.uint8, generator=_randn_generator)
-    scales, low = _randn(96, 256 // group).abs() / 2**bits, _randn(96, 256 // group) / 4
+def _form(
+    bits: int, group: int, mins: bool = False, shape: tuple[int, int] = (96, 256)
+) -> tuple[Any, ...]:
+    """Returns the parts of a random quantized weight."""
+    integers = torch.randint(2**bits, shape, dtype=torch.uint8, generator=_randn_generator)
+    of_groups = shape[0], shape[1] // group
+    scales, low = _randn(*of_groups).abs() / 2**bits, _randn(*of_groups) / 4
     return (
         integers,
         scales.to(torch.float32 if mins else torch.float16),
@@ -209,6 +213,25 @@ def _moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     return [weights, moe.combine_experts(outputs, weights.to(x.dtype))]
 
 
+def _quantized_moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    """Experts with integers of 4 bits, and of 8 bits with minima."""
+    x = to(_randn(7, 256) / 16)
+    _, experts = moe.route(to(_randn(7, 4)), 2, True)
+    table = ExpertTable(4, x.device)
+    for expert in range(4):
+        up, down = _form(4, 32), _form(8, 16, mins=True, shape=(256, 48))
+        table[expert] = _packed(up, x), _packed(down, x)
+    outputs = torch.zeros(7, 2, 256, dtype=x.dtype, device=x.device)
+    moe.expert_outputs(x, experts, table, outputs)
+    return [outputs]
+
+
+def _packed(form: tuple[Any, ...], x: Tensor) -> PackedQuantizedTensor:
+    """Returns the weight that the parts of `_form` make, for products with `x`."""
+    parts = (None if part is None else part.to(x.device) for part in form[:3])
+    return pack_quantized(QuantizedTensor(*parts, *form[3:]), x.dtype)
+
+
 def _inputs(inputs: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """A step of 3 rows, padded to a bucket."""
     token_ids, blocks = to(torch.arange(4 * 40).view(4, 40).int()), to(torch.randperm(12).int())
@@ -253,6 +276,7 @@ CASES: list[tuple[str, Case]] = [
     ("penalties", _penalties),
     ("bitmask", _bitmask),
     ("moe", _moe),
+    ("moe", _quantized_moe),
 ]
 """(operation, case)"""
 _FLOAT32_ONLY = ("inputs", "sample", "logprobs", "penalties", "bitmask")
@@ -269,6 +293,8 @@ def run(scale: Scale) -> Figures:
         types = [torch.float32] if operation in _FLOAT32_ONLY else list(_TOLERANCE)
         if case is _quantized_cache:
             types = [torch.bfloat16, torch.float16]  # a GPU refuses float32
+        if case is _quantized_moe and not scale.is_full:
+            types = [torch.float32, torch.bfloat16]  # a CPU refuses float16
         exact = torch.float32 if operation in _FLOAT32_ONLY else torch.float64
         for dtype in types:
             results = _results(case, module, scale.device, dtype, dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from swell.kernels.moe import ExpertTable
 from swell.kernels.reference import linear as reference_linear
 from swell.kernels.reference import moe as reference
 from swell.kernels.triton import moe
-from swell.kernels.triton.linear import pack
+from swell.kernels.triton.linear import pack, pack_quantized
 from swell.kernels.triton.moe import combine_experts, expert_outputs, route
+from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor
 from swell.worker.step import buckets
+from tests.kernels.test_quantized import random_weight
 from tests.kernels.triton.oracle import TYPES, close, rounds_like
+from tests.kernels.triton.test_quantized import COMPILED, empty_weight
 from tests.worker import tiny_models
 from tests.worker.fixed_graphs import fixed_graphs
 from tests.worker.step.test_buckets import make
@@ -44,6 +48,10 @@ def launches(dtype: torch.dtype) -> Iterator[object]:
             experts = torch.empty(tokens, top_k, dtype=torch.int64)
             yield expert_outputs(x, experts, table, out)
             yield expert_outputs(x, experts, exact, out)
+            for form in (COMPILED[1], *COMPILED[-2:]) if tokens == 1 else ():
+                pair = (empty_weight(2 * size, hidden, dtype, form),)
+                pair += (empty_weight(hidden, size, dtype, form),)
+                yield expert_outputs(x, experts, ExpertTable(count, CPU, {0: pair}), out)
             yield combine_experts(out, torch.empty(tokens, top_k))
 
 
@@ -133,7 +141,7 @@ class Layer:
         for t, choices in enumerate(experts.tolist()):
             for j, expert in enumerate(choices):
                 if expert in self.table:
-                    gate_up, down = self.table[expert]
+                    gate_up, down = map(floats_of, self.table[expert])
                     gate, up = self._round(gate_up.double() @ x[t].double()).chunk(2)
                     silu = self._round(gate / (1 + torch.exp(-gate)))
                     wanted[t, j] = down.double() @ self._round(silu * up)
@@ -141,6 +149,12 @@ class Layer:
 
     def _round(self, x: Tensor) -> Tensor:
         return x.to(self.dtype).double()
+
+
+def floats_of(weight: Weight) -> Tensor:
+    if isinstance(weight, PackedQuantizedTensor):
+        return weight.unpack().dequantize(weight.dtype)
+    return weight if isinstance(weight, Tensor) else weight.unpack()
 
 
 def choose(tokens: int, count: int, top_k: int) -> Tensor:
@@ -269,6 +283,66 @@ def test_other_types_are_left_to_the_reference():
     torch.testing.assert_close(out, layer.by_definition(x, experts))
     logits = torch.randn(3, 4, dtype=torch.float64)
     assert torch.equal(route(logits, 2, True)[1], reference.route(logits, 2, True)[1])
+
+
+Form = dict[str, Any]
+"""Arguments of `random_weight`."""
+FORMS: list[tuple[Form, Form]] = [
+    ({"bits": 4}, {"bits": 8, "mins": True, "wide": True}),
+    ({"bits": 4, "group": 64, "mins": True}, {"bits": 4, "group": 128}),
+    ({"bits": 4, "numbers": Numbers.E2M1}, {"bits": 4, "numbers": Numbers.E2M1, "wide": True}),
+    ({"bits": 8, "group": 64, "numbers": Numbers.E4M3}, {"bits": 8, "numbers": Numbers.E4M3}),
+]
+"""The forms of gate over up, and of down."""
+SMALL = [
+    ({"bits": 4, "group": 16}, {"bits": 4, "group": 16, "mins": True}),
+    ({"bits": 4, "group": 16, "numbers": Numbers.E2M1}, {"bits": 8, "group": 16}),
+]
+"""Groups with which the outputs need not be multiples of a panel."""
+
+
+def quantize_experts(layer: Layer, *forms: Form) -> None:
+    """Replaces the experts of a layer by quantized ones of the same sizes."""
+    for expert, pair in layer.weights.items():
+        layer.table[expert] = tuple(
+            pack_quantized(random_weight(*weight.shape, **form), layer.dtype)
+            for weight, form in zip(pair, forms, strict=True)
+        )
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("forms", "tokens", "hidden", "size"),
+    [*((forms, 23, 192, 128) for forms in FORMS), *((forms, 7, 80, 48) for forms in SMALL)],
+    ids=str,
+)
+def test_quantized_experts(
+    forms: tuple[Form, Form], tokens: int, hidden: int, size: int, dtype: torch.dtype
+) -> None:
+    """Outputs of a token do not depend on the other tokens, and experts may be replaced."""
+    layer, experts = Layer(4, hidden, size, dtype), choose(tokens, 4, 3)
+    quantize_experts(layer, *forms)
+    del layer.table[1]
+    experts[2] = -1
+    x = (torch.randn(tokens, hidden) / hidden**0.5).to(dtype)
+    found = layer.outputs(x, experts)
+    close(found, layer.by_definition(x, experts), dtype)
+    alone = layer.outputs(x[5:6], experts[5:6])
+    assert torch.equal(alone[0], found[5])
+    quantize_experts(layer, *forms)
+    close(layer.outputs(x, experts), layer.by_definition(x, experts), dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_one_weight_of_an_expert_may_be_quantized(dtype: torch.dtype) -> None:
+    layer, experts = Layer(3, 64, 32, dtype), choose(9, 3, 2)
+    x = (torch.randn(9, 64) / 8).to(dtype)
+    for part in range(2):
+        for expert, pair in layer.weights.items():
+            both: list[Weight] = [*pair]
+            both[part] = pack_quantized(random_weight(*pair[part].shape, 4), dtype)
+            layer.table[expert] = (both[0], both[1])
+        rounds_like(layer.outputs(x, experts), layer.by_definition(x, experts), dtype)
 
 
 # ---------------------------------------------------------------- sum
