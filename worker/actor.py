@@ -8,6 +8,7 @@ from typing import Any
 import ray
 
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
+from swell.configs.runtime.nccl import check_nccl
 from swell.configs.runtime.network import host_address
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
 from swell.configs.schema import Config
@@ -39,6 +40,7 @@ class WorkerActor:
 
     def load(self) -> int:
         """Loads the model; the worker is not in any group yet. Returns the process id."""
+        check_nccl(self._config)
         prepare_for_torch()
         from swell.worker.worker import Worker
 

@@ -37,6 +37,7 @@ from swell.cluster.control.ray.http_port import (
 from swell.cluster.port_claim import PortClaim, PortClaims
 from swell.cluster.text.model_check import check
 from swell.configs.files.gguf.unpacked import remove_unused
+from swell.configs.runtime.nccl import check_nccl
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
 from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 
@@ -64,6 +65,7 @@ def serve(args: argparse.Namespace) -> int:
     else:
         check_temporary_files()
         _check_device(config)
+        check_nccl(config)
         if (too_few := fd_warning(config.serve)) is not None:
             _print(f"warning: {too_few}")
         download = ask_hub(config, _print)

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from swell.configs.runtime.nccl import check_nccl
 from swell.configs.schema import Config, ConfigError
 from swell.coordinator.wire import WorkerReport, WorkerStatus
 from swell.worker.wire import (
@@ -196,6 +197,8 @@ def build_executor(config: Config, **shell: Any) -> Executor:
         name = "inproc" if alone else "ray"
     if name == "inproc" and alone:
         name = "inline"
+    if name != "ray":  # the workers are in this process
+        check_nccl(config)
     module, _, kind = EXECUTORS[name].partition(":")
     executor: Executor = getattr(importlib.import_module(module), kind)(config, **shell)
     return executor
