@@ -36,7 +36,7 @@ from tests.simulator.kernel.kernel import WORLD
 from tests.simulator.kernel.process import Process
 from tests.simulator.kernel.runtime import SimRuntime
 from tests.simulator.model import BROKEN_WEIGHTS, SimExecutor, folder_of, weights_in
-from tests.simulator.simulated_ray.ray_port import SimRay
+from tests.simulator.simulated_ray.ray_interface import SimRay
 
 if TYPE_CHECKING:
     from tests.simulator.control_plane import ControlPlane

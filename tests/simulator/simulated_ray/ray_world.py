@@ -12,7 +12,7 @@ from tests.simulator.kernel.kernel import Kernel
 from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network
 from tests.simulator.simulated_ray.ray import SimRayCluster
-from tests.simulator.simulated_ray.ray_port import SimRay
+from tests.simulator.simulated_ray.ray_interface import SimRay
 
 _LIMIT_S = 10_000.0
 

@@ -16,7 +16,7 @@ from tests.simulator.kernel.process import Process
 from tests.simulator.network.network import Network
 from tests.simulator.simulated_ray.ray import RayOptions, SimRayCluster
 from tests.simulator.simulated_ray.ray_actor import Failure, SimActor
-from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, SimRay
+from tests.simulator.simulated_ray.ray_interface import COORDINATOR_CALLS, SimRay
 
 CONFIG = load({"model": {"path": "m"}})
 KEYS = ChannelKeys(b"public", b"secret")

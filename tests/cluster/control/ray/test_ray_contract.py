@@ -20,7 +20,7 @@ from tests.cluster.control.ray.contract_cluster import (
 )
 from tests.cluster.control.ray.real_ray import RealRay, groups_of
 from tests.simulator.simulated_ray.ray_actor import Concurrency
-from tests.simulator.simulated_ray.ray_port import COORDINATOR_CALLS, ENGINE_CALLS
+from tests.simulator.simulated_ray.ray_interface import COORDINATOR_CALLS, ENGINE_CALLS
 from tests.simulator.simulated_ray.ray_world import SimRayWorld
 from tests.support.deadlines import HANG_S
 
