@@ -95,7 +95,8 @@ def compare(oracle: Any, found: Sequence[Any]) -> Difference:
         with torch.no_grad():
             logits = oracle(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
         table = logits.log_softmax(-1)
-        spread = TOLERANCE * max(1.0, float(logits.std()))
+        possible = logits[logits > torch.finfo(logits.dtype).min]  # some models mask other tokens
+        spread = TOLERANCE * max(1.0, float(possible.std()))
         seen |= set(table.argmax(-1).tolist())
         known: list[tuple[int, float]] = []
         if answer.prompt_logprobs is not None:

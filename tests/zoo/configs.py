@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from swell.worker.models.text_part import text_architecture
-from tests.zoo.exceptions import CHANGES, PARTS, WHOLE
+from tests.zoo.exceptions import BESIDE, CHANGES, PARTS, WHOLE
 
 LAYERS = 4
 VOCAB = 320
@@ -126,7 +126,8 @@ def shrunk(kind: str, variant: str = "") -> Any:
     parts = {k: _one_layer(getattr(default, k, None)) for k in default.sub_configs}
     beside = PARTS.get(kind, {})
     parts = {k: {**part, **beside.get(k, {})} for k, part in parts.items() if part is not None}
-    return whole(**{**parts, key: {**values, "model_type": text.model_type}})
+    own = BESIDE.get(kind, {})
+    return whole(**{**own, **parts, key: {**values, "model_type": text.model_type}})
 
 
 def _one_layer(part: Any) -> dict[str, Any] | None:

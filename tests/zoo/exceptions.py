@@ -24,11 +24,24 @@ CHANGES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": ROPE, "sliding_attention": ROPE},
     },
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGAZ": 5, "IMGIMGBZ": 6}},
+    "cohere_compass": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            "full_attention": None,
+            "sliding_attention": {**ROPE, "mrope_section": [4, 2, 2]},
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 500_000},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_ocr2": {
         "num_experts_per_tok": 2,
         "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
+    "diffusion_gemma": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dory": {
         "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
         "n_input_layers": 2,
@@ -44,16 +57,47 @@ CHANGES: dict[str, dict[str, Any]] = {
     "glm5_next": {"index_topk": 16},
     "paddleocr_vl": MROPE,
     "glm4v_moe": {"rope_parameters": {**ROPE, "mrope_section": [1, 1, 2]}},
+    "ernie4_5_vl_moe": {
+        "moe_intermediate_size": [32, 16],
+        "rope_parameters": {**ROPE, "mrope_section": [3, 3, 2]},
+    },
     "gemma4_assistant": {"num_kv_shared_layers": 4},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 4},
     "granitemoehybrid": MAMBA,
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "hunyuan_vl": {
+        "head_dim": 16,
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "rope_type": "dynamic",
+            "rope_theta": 10000.0,
+            "alpha": 1000.0,
+            "factor": 1.0,
+            "mrope_section": [2, 2, 2, 2],
+        },
+    },
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2},
     "ministral": {"head_dim": 16},
+    "mistral4": {
+        "head_dim": 16,
+        "qk_nope_head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "molmo2": {"additional_vocab_size": 320},  # transformers saves two tables of equal size
     "nemotron": {"num_key_value_heads": 2},
     "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [32, 32]},
+    "step3p7": {"sliding_window": 8},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "attention_hidden_size": 128,
@@ -83,7 +127,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 """Model type whose defaults are refused by its own class -> what makes them valid."""
 
+BESIDE: dict[str, dict[str, Any]] = {
+    "emu3": {"vocabulary_map": {"<image>": 4, "<|visual token 000000|>": 5, "<|extra_200|>": 6}},
+    "granite4_vision": {"downsample_rate": "4/8", "deepstack_layer_map": [[-1, 0]]},
+}
+"""Model type -> keys of a wrapper's own config."""
+
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
+    "aya_vision": {"vision_config": {"num_attention_heads": 16}},
     "qwen2_vl": {"vision_config": {"embed_dim": 32, "num_heads": 2, "hidden_size": 64}},
     "qwen3_vl_moe": {
         "vision_config": {

@@ -122,8 +122,7 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
         if not _names_its_cause(str(refused)):
             return "failed", f"refused without saying what: {refused}"
         if isinstance(oracle, Exception) and first_line(oracle) in str(refused):
-            reason = first_line(oracle)
-            return "refused", f"transformers cannot build the default config either: {reason}"
+            return "failed", f"transformers cannot build its config: {first_line(oracle)}"
         return "refused", str(refused).replace(str(folder), "FOLDER")
     if isinstance(oracle, Exception):
         return "failed", f"it is served, but transformers cannot build it: {oracle}"
@@ -135,8 +134,11 @@ def _try(case: Case, folder: Path) -> tuple[str, str]:
 
 
 def _names_its_cause(text: str) -> bool:
-    """Whether a refusal says on one line what is refused."""
-    return "\n" not in text and any(w in text for w in ("architecture", "model", "rope", "hidden"))
+    """Whether a refusal says on one line what is refused, and has another reason than an error of a
+    trial run: that is a defect, or its config is not one that a checkpoint has."""
+    if "\n" in text or "its forward fails on" in text:
+        return False
+    return any(w in text for w in ("architecture", "model", "rope", "hidden"))
 
 
 def _place(error: BaseException) -> str:

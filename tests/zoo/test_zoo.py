@@ -30,7 +30,9 @@ SPREAD = {
     "learned positions": ["gpt2", "opt", "biogpt"],
     "positions of tokens": ["roberta"],
     "parallel blocks": ["gpt_neox", "cohere"],
-    "latent attention": ["deepseek_v3", "longcat_flash"],
+    "latent attention": ["deepseek_v3", "longcat_flash", "mistral4"],
+    "logits of some tokens are masked": ["chameleon"],
+    "matrices stored in parts": ["sarvam_moe"],
     "experts": ["mixtral", "qwen3_moe", "granitemoe"],
     "0-dim buffers": ["apertus"],
     "heads that read tokens, layers that share": ["gemma4_text", "gemma3n_text"],
@@ -40,7 +42,7 @@ SPREAD = {
     "two attentions a layer": ["diffllama"],
     "sparse attention": ["deepseek_v32"],
     "recurrent states": ["mamba2", "rwkv", "jamba", "lfm2_moe"],
-    "not causal, not alone": ["bart", "musicgen"],
+    "not causal, not alone": ["bart", "musicgen", "diffusion_gemma"],
     "text models of wrappers": ["gemma3", "mistral3", "qwen2_vl", "gemma3n", "llama4"],
 }
 KINDS = [kind for kinds in SPREAD.values() for kind in kinds if kind in configs.kinds()]

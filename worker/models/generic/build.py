@@ -27,6 +27,8 @@ _CONSTRUCTION = threading.Lock()
 def on_meta(config: Any) -> tuple[Any, Any]:
     """Returns the model on the meta device, and its text body. Raises `ValueError` if no causal LM
     can be built."""
+    from transformers import GenerationMixin
+
     attention.register()
     name = (getattr(config, "architectures", None) or [type(config).__name__])[0]
     try:
@@ -51,7 +53,9 @@ def on_meta(config: Any) -> tuple[Any, Any]:
         ) from None
     name, body = type(causal).__name__, body_of(causal)
     base, why = text_body(body), None
-    if base not in body.modules() or body is causal:
+    if not isinstance(causal, GenerationMixin):
+        why = "it does not generate one token after another"
+    elif base not in body.modules() or body is causal:
         why = "its body cannot be separated from its head"
     elif getattr(causal, "_is_stateful", False):
         why = "its layers have a recurrent state"

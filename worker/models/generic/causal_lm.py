@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 
 ATTENTION_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Layer types that differ only in their masks."""
+UNSUPPORTED_TYPES = {
+    "gemma4_assistant": "it reads the keys and values of another model",
+    "gemma4_unified_assistant": "it reads the keys and values of another model",
+    "idefics": "it computes no text without an image",
+    "paligemma": "it reads its prompts in both directions",
+}
+"""Model type -> the reason why it cannot be served, if a trial run does not show it."""
 
 
 class GenericForCausalLM(nn.Module):
@@ -92,7 +99,7 @@ class GenericForCausalLM(nn.Module):
         output_layer = causal.get_output_embeddings()
         # The whole model computes the head; its body is replaced by one that returns given hidden
         # states.
-        self._head_input = _HeadInput()
+        self._head_input = _HeadInput(causal.get_submodule(body_name(causal)))
         setattr(causal, body_name(causal), self._head_input)
         self.base, self.head = base, causal
         self._prompt_embeds: EmbedsOverride | None = None
@@ -316,9 +323,15 @@ class _Body:
 
 
 class _HeadInput(nn.Module):
-    """Replaces the body of a model, and each part of the body, and returns given hidden states."""
+    """Replaces the body of a model, and each part of the body, and returns given hidden states. Has
+    the attributes of the body that are no modules: a head may read a table of tokens there."""
 
     hidden: torch.Tensor | None = None
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        own = vars(self)
+        own.update({name: value for name, value in vars(body).items() if name not in own})
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name.startswith("_") else self
@@ -340,8 +353,8 @@ def refuse_config(config: Any, max_positions: int) -> None:
     kinds = set(getattr(text, "layer_types", None) or ()) - ATTENTION_KINDS
     if getattr(config, "is_encoder_decoder", False):
         why = "it is an encoder-decoder"
-    elif config.model_type == "paligemma":
-        why = "it reads its prompts in both directions"
+    elif config.model_type in UNSUPPORTED_TYPES:
+        why = UNSUPPORTED_TYPES[config.model_type]
     elif kinds:
         why = f"its layer_types include {sorted(kinds)[0]!r}"
     if why:

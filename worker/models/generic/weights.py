@@ -24,6 +24,8 @@ class _StoredTensor:
     """The transformers `WeightConverter`, if the parameter is made from several tensors."""
     pattern: str | None = None
     """The converter's source pattern that the name matched."""
+    targets: tuple[str, ...] = ()
+    """The parameters that the converter makes."""
 
 
 class WeightsMapper:
@@ -40,6 +42,8 @@ class WeightsMapper:
         self.architecture, self.prefix = type(model).__name__, model.base_model_prefix
         self.own: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         self.tied: dict[str, str] = dict(model.all_tied_weights_keys)
+        self._embedding = model.get_input_embeddings().weight
+        self._vocab_size: int = model.config.get_text_config().vocab_size
 
     def in_checkpoint(
         self, weight_shards: Iterable[WeightShard], stored: Collection[str]
@@ -58,7 +62,7 @@ class WeightsMapper:
             if found[0].converter is None:
                 yield WeightShard(found[0].name, shard.target, shard.index, shard.shape)
             else:
-                yield from _converted(self.architecture, shard, found)
+                yield from self._converted(shard, found)
 
     def tied_pairs(self, stored: Collection[str]) -> list[tuple[str, str]]:
         """Returns pairs of stored tensors that are one parameter in the model."""
@@ -85,42 +89,86 @@ class WeightsMapper:
                 name, self.renamings, self.converters, self.prefix, self.own
             )
             made_by = next((c for c in self.converters if pattern in c.source_patterns), None)
-            sources[target].append(_StoredTensor(name, made_by, pattern))
+            first, *others = made_by.target_patterns if made_by else [target]
+            targets = (target, *(target.replace(first, other) for other in others))
+            for each in targets:
+                sources[each].append(_StoredTensor(name, made_by, pattern, targets))
         return sources
 
+    def _converted(self, shard: WeightShard, found: list[_StoredTensor]) -> Iterator[WeightShard]:
+        """Yields the shards of a parameter that is stored in another form."""
+        converter, targets = found[0].converter, found[0].targets
+        steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
+        match steps:
+            case [("Transpose", _)]:
+                first = converter.operations[0]
+                yield replace(shard, name=found[0].name, swaps=(first.dim0, first.dim1))
+            case [("Chunk" | "Split", int(dim))]:
+                sizes = [self.own[target].shape[dim] for target in targets]
+                start = sum(sizes[: targets.index(shard.name)])
+                yield _slice_of(shard, found[0].name, dim, start, sum(sizes))
+            case [("Concatenate", int(dim))] if shard.index[dim] == ALL:
+                size = shard.shape[dim]
+                parts = [size // len(found)] * len(found)
+                if self.own[shard.name] is self._embedding:  # further tokens have their own table
+                    parts = [self._vocab_size, size - self._vocab_size]
+                yield from _concatenated(shard, found, dim, parts)
+            case (
+                [("MergeModulelist", 0)]
+                | [("MergeModulelist", 0), ("Concatenate", 1)]
+                | [("ErnieFuseAndSplitTextVisionExperts", _)]
+            ):
+                yield from _stacked(shard, found)
+            case _:
+                raise ValueError(
+                    f"architecture {self.architecture!r}: its checkpoint's "
+                    f"{converter.source_patterns} must be converted, which is not supported; save "
+                    "the model with the parameter names of transformers 5"
+                )
 
-def _converted(
-    architecture: str, shard: WeightShard, found: list[_StoredTensor]
+
+def _slice_of(shard: WeightShard, name: str, dim: int, start: int, size: int) -> WeightShard:
+    """Returns the shard of a parameter that is stored along `dim` from `start` in a tensor of
+    `size`, which holds other parameters, too."""
+    index, shape = list(shard.index), list(shard.shape)
+    own = index[dim]
+    assert isinstance(own, slice)
+    first, last, _ = own.indices(shape[dim])
+    index[dim], shape[dim] = slice(start + first, start + last), size
+    return replace(shard, name=name, index=tuple(index), shape=tuple(shape))
+
+
+def _concatenated(
+    shard: WeightShard, found: list[_StoredTensor], dim: int, sizes: list[int]
 ) -> Iterator[WeightShard]:
-    """Yields the shards of experts that are stored in another form: with two dimensions swapped, or
-    as one matrix each; then a parameter [E, rows, in] is made from E matrices per pattern.
+    """Yields the shards of a parameter that is stored as several tensors, which follow each other
+    along `dim` with these sizes."""
+    names = {stored.pattern: stored.name for stored in found}
+    patterns = found[0].converter.source_patterns
+    for pattern, part in zip(patterns, shard.target.split(sizes, dim), strict=True):
+        shape = (*shard.shape[:dim], part.shape[dim], *shard.shape[dim + 1 :])
+        yield replace(shard, name=names.get(pattern, pattern), target=part, shape=shape)
+
+
+def _stacked(shard: WeightShard, found: list[_StoredTensor]) -> Iterator[WeightShard]:
+    """Yields the shards of experts that are stored as one matrix each: a parameter [E, rows, in] is
+    made from E matrices per pattern. If the matrices make several parameters, each has as many.
 
     parameter[e] = [ matrix e of pattern 0 | matrix e of pattern 1 | ... ]   along dimension 0
     """
-    converter = found[0].converter
-    first = converter.operations[0]
-    if len(converter.operations) == 1 and type(first).__name__ == "Transpose":
-        yield replace(shard, name=found[0].name, swaps=(first.dim0, first.dim1))
-        return
-    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in converter.operations]
-    if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-        raise ValueError(
-            f"architecture {architecture!r}: its checkpoint's {converter.source_patterns} must be "
-            "converted, which is not supported; save the model with the parameter names of "
-            "transformers 5"
-        )
-    target, patterns = shard.target, list(converter.source_patterns)
-    rows, of_experts = target.shape[1] // len(patterns), shard.index[0]
+    patterns, targets = list(found[0].converter.source_patterns), found[0].targets
+    rows, of_experts = shard.target.shape[1] // len(patterns), shard.index[0]
     assert isinstance(of_experts, slice)
     first_expert = of_experts.start or 0
     for order, pattern in enumerate(patterns):
         names = [s.name for s in found if s.pattern == pattern]
-        if len(names) != shard.shape[0]:
+        if len(names) != shard.shape[0] * len(targets):
             raise ValueError(
                 f"the weights have {len(names)} tensors {pattern!r} for {shard.name!r}, but "
-                f"config.json has {shard.shape[0]} experts"
+                f"config.json has {shard.shape[0] * len(targets)} experts"
             )
-        for expert, matrix in enumerate(target, first_expert):
+        before = targets.index(shard.name) * shard.shape[0]
+        for expert, matrix in enumerate(shard.target, before + first_expert):
             part = matrix[order * rows : (order + 1) * rows]
             yield WeightShard(names[expert], part, (ALL,) * part.dim(), tuple(part.shape))
 
