@@ -56,6 +56,12 @@ class Graph(Protocol):
         see them, the number of replays. May be read from any thread."""
 
 
+class Comparison(Protocol):
+    difference: str | None
+    """The first operation with another result than torch's, except for rounding; None: there is
+    none."""
+
+
 class _Backend(Protocol):
     """The module `graph` of a backend."""
 
@@ -66,6 +72,10 @@ class _Backend(Protocol):
     ) -> tuple[list[Tensor], Graph]: ...
 
     def rounding_like_replays(self) -> AbstractContextManager[object]: ...
+
+    def compared_with_torch(self) -> AbstractContextManager[Comparison]:
+        """Required if graphs compute torch's own operations by other code."""
+        ...
 
 
 def can_capture(device: str) -> bool:
@@ -101,6 +111,13 @@ def rounding_like_replays(device: str) -> AbstractContextManager[object]:
     them. Operations that a graph cannot repeat are computed by torch. The context may be entered
     several times, one after the other."""
     return _backend(device).rounding_like_replays()
+
+
+def compared_with_torch(device: str) -> AbstractContextManager[Comparison]:
+    """Returns a context in which torch's own operations in this thread round as a replay rounds
+    them, and each is compared with torch, which computes it from the same operands. Requires that
+    graphs of the device compute such operations (`Graph.computes_torch`)."""
+    return _backend(device).compared_with_torch()
 
 
 def _backend(device: str) -> _Backend:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from swell.kernels.cpu.capture import references
 from swell.kernels.cpu.capture import torch_operations as operations
 from swell.kernels.cpu.capture.comparison import Recorded, refuse_differences
 from swell.kernels.cpu.capture.recording import Recording, recorded
@@ -61,6 +62,11 @@ class _RefuseReads(TorchFunctionMode):
 def rounding_like_replays() -> DispatchMode:
     """See `swell.kernels.graph.rounding_like_replays`."""
     return _CompiledOrTorch(operations.UnrecordedStep())
+
+
+def compared_with_torch() -> _Compared:
+    """See `swell.kernels.graph.compared_with_torch`."""
+    return _Compared(operations.UnrecordedStep())
 
 
 class _Compiled(DispatchMode):
@@ -121,3 +127,19 @@ class _CompiledOrTorch(_Compiled):
             return super().__torch_dispatch__(func, types, args, kwargs)
         except NotCapturableError:
             return func(*args, **(kwargs or {}))
+
+
+class _Compared(_CompiledOrTorch):
+    """Also computes each of these operations with torch, on the same operands."""
+
+    difference: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        if not operations.is_computed(name):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        expected = references.compute(func, args, kwargs)
+        found = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.difference is None and not references.are_equal(func, args, expected, found):
+            self.difference = f"torch's {name}"
+        return found

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from swell.kernels.graph import NotCapturableError, Probe, capture, rounding_like_replays
+from swell.kernels.cpu.capture import torch_operations
+from swell.kernels.graph import (
+    NotCapturableError,
+    Probe,
+    capture,
+    compared_with_torch,
+    rounding_like_replays,
+)
 from swell.kernels.linear import embedding
 from tests.kernels.load import load_backend
 
@@ -105,7 +112,8 @@ BY_ROW: dict[str, Work] = {
 
 def replayed(work: Work, x: Tensor, y: Tensor) -> None:
     """Compares replays of `work` with torch, for several numbers of rows, which are rows of x and y
-    in any order. Without a replay, the same rows have the same bits."""
+    in any order. Without a replay, the same rows have the same bits, and each operation has the
+    result of torch's."""
     ids = torch.arange(ROWS)
 
     def inputs(rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -125,6 +133,9 @@ def replayed(work: Work, x: Tensor, y: Tensor) -> None:
             with rounding_like_replays("cpu"):
                 again = work(*inputs(rows))
             assert torch.equal(again, result[:rows])
+            with compared_with_torch("cpu") as operations:
+                work(*inputs(rows))
+            assert operations.difference is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -159,6 +170,47 @@ def test_rotation_has_the_bits_of_torch() -> None:
         (result,), graph = capture(work, "cpu", ROWS, SAMPLES)
         graph.replay(4, 1)
         assert torch.equal(result[:4], work()[0][:4])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("work", "wrong"),
+    [
+        ("silu", {"silu": lambda a: ("sigmoid", a)}),
+        ("add scaled", {"add": lambda a, b, alpha=1: ("add", a, b)}),
+        ("where", {"where": lambda mask, a, b: ("where", mask, b, a)}),
+        ("in place", {"neg": lambda a: ("abs", a)}),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_another_operation_than_torch_s_is_found(monkeypatch, work, wrong, dtype) -> None:
+    x, y = torch.randn(2, ROWS, WIDTH).to(dtype)
+    for name, arrange in wrong.items():
+        monkeypatch.setitem(torch_operations.POINTWISE, name, arrange)
+    with torch.inference_mode(), compared_with_torch("cpu") as operations:
+        ELEMENTWISE[work](x, y)
+    assert (operations.difference or "").removesuffix("_") == f"torch's {name}"
+
+
+def test_a_choice_of_another_element_is_found(monkeypatch) -> None:
+    """The values of all elements are nearly equal."""
+    topk = torch_operations.CHOICES["topk"]
+
+    def second_best(step, func, x, k, *args):
+        values, indices = topk(step, func, x, k + 1, *args)
+        return values[..., 1:], indices[..., 1:]
+
+    monkeypatch.setitem(torch_operations.CHOICES, "topk", second_best)
+    x = 1 + 1e-6 * torch.randn(ROWS, WIDTH)
+    with torch.inference_mode(), compared_with_torch("cpu") as operations:
+        x.topk(3)
+    assert operations.difference == "torch's topk"
+
+
+def test_any_of_equal_elements_may_be_chosen() -> None:
+    with torch.inference_mode(), compared_with_torch("cpu") as operations:
+        torch.ones(ROWS, WIDTH).topk(3)
+    assert operations.difference is None
 
 
 def test_integers_are_exact() -> None:

@@ -108,9 +108,11 @@ class CapturedForward(Forward):
         self, batch: InputBatch, intermediate: IntermediateTensors | None, head: HeadOutput
     ) -> Any:
         captured = self._find(batch, head)
-        if captured is not None and captured.is_unchecked and not captured.equals_model(batch):
-            self._stop_capturing()
-            captured = None
+        if captured is not None and captured.is_unchecked:
+            difference = captured.difference_from_model(batch)
+            if difference is not None:
+                self._stop_capturing(difference)
+                captured = None
         self._replayed = captured if self._fits(batch) else None
         if self._replayed is None:
             computes_torch = captured is not None and captured.computes_torch
@@ -123,10 +125,11 @@ class CapturedForward(Forward):
             self._mesh.check()  # nor that an operation of its groups has failed
         return results
 
-    def _stop_capturing(self) -> None:
+    def _stop_capturing(self, difference: str) -> None:
         _log.warning(
-            "replayed steps differ from the model's, so steps are computed without captures: they "
-            "are correct, and slower"
+            "replayed steps differ from the model's (%s), so steps are computed without captures: "
+            "they are correct, and slower",
+            difference,
         )
         self.drop_captures()
         self._capturable = False

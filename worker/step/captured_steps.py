@@ -8,20 +8,14 @@ from functools import partial
 from operator import ne
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from swell.kernels.graph import Probe, Traits, capture, rounding_like_replays
-from swell.kernels.host.kept_choices import KeptChoices
+from swell.kernels.graph import Probe, Traits, capture, compared_with_torch
 from swell.kernels.inputs import Sizes
 from swell.worker.step.forward import Forward, HeadOutput
 from swell.worker.step.input_batch import SPARE, InputBatch
 from swell.worker.step.intermediate import IntermediateTensors
 from swell.worker.wire import SchedulerOutput
-
-_ROUNDING = {torch.float64: 1e-2, torch.float32: 1e-2, torch.bfloat16: 0.3, torch.float16: 0.3}
-"""How much replayed results may differ from the model's, relative to their mean magnitude, by the
-type of its hidden states. A wrong operation changes them by more than that."""
 
 
 class FixedSteps:
@@ -66,13 +60,13 @@ class FixedSteps:
 
     @property
     def is_unchecked(self) -> bool:
-        """Whether `equals_model` should be called before the first step."""
+        """Whether `difference_from_model` should be called before the first step."""
         return False
 
-    def equals_model(self, batch: InputBatch) -> bool:
-        """Computes the batch with the model and with a replay, and returns whether they agree. Both
-        choose the same experts."""
-        return True
+    def difference_from_model(self, batch: InputBatch) -> str | None:
+        """Computes the batch with the model and with a replay. Returns what differs; None: nothing
+        does."""
+        return None
 
     def _refresh(self, sizes: Sizes) -> None:
         """Sets the results to those of a step of these sizes."""
@@ -132,20 +126,21 @@ class CapturedSteps(FixedSteps):
     def is_unchecked(self) -> bool:
         return self._graph.computes_torch and not self._is_checked
 
-    def equals_model(self, batch: InputBatch) -> bool:
+    def difference_from_model(self, batch: InputBatch) -> str | None:
+        """Each operation is compared with torch by itself: a choice among nearly equal numbers may
+        depend on the rounding of all operations before it. The replay has the same bits."""
         self._is_checked = 0 < batch.num_samples <= self.sizes.samples
         if not self._is_checked:  # there are no results to compare, or not enough room for them
-            return True
+            return None
         # If the step cannot be replayed, only the part that a replay can compute is compared.
         batch = replace(batch, all_hidden=False, prompt_embeds=None)
-        choices = KeptChoices()
-        with rounding_like_replays(batch.inputs.input_ids.device.type), choices.keep():
-            self._compute(batch)
-        with choices.repeat() as repeated:
+        with compared_with_torch(batch.inputs.input_ids.device.type) as operations:
             found = self._compute(batch)
+        if operations.difference is not None:
+            return operations.difference
         replayed: list[Any] = [self.run(batch), *self.layer_inputs, *self.head_output]
-        rounding, pairs = _ROUNDING[found[0].dtype], zip(found, replayed, strict=True)
-        return repeated.are_valid and all(_agree(a[: len(b)], b, rounding) for a, b in pairs)
+        pairs = zip(found, replayed, strict=True)
+        return None if all(_are_equal(a[: len(b)], b) for a, b in pairs) else "the replay"
 
     def _refresh(self, sizes: Sizes) -> None:
         self._graph.replay(*sizes[:3])
@@ -159,14 +154,8 @@ class RepeatedSteps(FixedSteps):
         self._results, self._views = self._compute(self._batch), {}
 
 
-def _agree(a: Tensor, b: Tensor, rounding: float) -> bool:
-    """Whether floats are equal, except for rounding. Integers are not compared: of nearly equal
-    logits another one may be the largest, and the logits are compared."""
-    if not a.is_floating_point():
-        return True
-    magnitude = float(a.float().nan_to_num().square().mean().sqrt())
-    bound = rounding * magnitude + 1e-6
-    return torch.allclose(a.float(), b.float(), rtol=0, atol=bound, equal_nan=True)
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _with_sizes(batch: InputBatch, sizes: Sizes) -> InputBatch:

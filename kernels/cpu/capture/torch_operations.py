@@ -455,3 +455,9 @@ FACTORIES = {
 """The name of an operation that makes a tensor -> the value of its elements."""
 CONSTANTS = {"arange", "full", "scalar_tensor"}
 """Operations without operands, whose results are the same in each step."""
+
+
+def is_computed(name: str) -> bool:
+    """Whether compiled calls compute the values of torch's operation `name`."""
+    tables = COMPOSED, LOOKUPS, CHOICES, REDUCTIONS, POINTWISE
+    return any(name in table for table in tables) or name.removesuffix("_") in POINTWISE

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from swell.cluster.local import LLM, SamplingParams
 from swell.worker.comm import connect
@@ -241,8 +242,8 @@ def test_replayed_answers_of_quantized_experts_are_the_same_bit_for_bit(
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe-mixed"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_steps_of_transformers_experts_are_replayed(tmp_path, caplog, replayed, family, dtype):
-    """The replay that is compared with the model chooses the same experts, although nearly equal
-    logits are rounded differently."""
+    """Nearly equal logits are rounded differently by a replay and by torch, which chooses other
+    experts, and nevertheless the two are compared."""
     make(tmp_path, family, num_hidden_layers=8, num_local_experts=32, num_experts=32)
     options = {"model.backend": "transformers", "model.dtype": dtype, "scheduler.max_rows": 32}
     prompts = [[5 + (i + 3 * k) * 7 % 300 for k in range(8)] for i in range(32)]
@@ -274,16 +275,67 @@ def test_greedy_tokens_of_transformers_models_have_the_largest_logits(tmp_path, 
     assert len({tuple(tokens) for tokens in found}) == 3
 
 
-def test_captures_with_another_result_than_the_model_are_not_used(
-    tmp_path, monkeypatch, caplog, replayed
+@pytest.mark.parametrize("wrong", ["relu", "gelu_tanh"])
+def test_captures_with_another_operation_than_the_model_are_not_used(
+    tmp_path, monkeypatch, caplog, replayed, wrong
 ):
+    """`gelu_tanh` differs from gelu by less than a thousandth."""
     from swell.kernels.cpu.capture import torch_operations
 
     make(tmp_path, "gpt_neox")
     expected = greedy_tokens(tmp_path, **{"model.enforce_eager": True})
-    monkeypatch.setitem(torch_operations.POINTWISE, "gelu", lambda a, **_: ("relu", a))
+    monkeypatch.setitem(torch_operations.POINTWISE, "gelu", lambda a, **_: (wrong, a))
     with caplog.at_level("WARNING"):
         found = greedy_tokens(tmp_path)
     assert found == expected
+    assert not replayed
+    assert "replayed steps differ from the model's (torch's gelu)" in caplog.text
+
+
+def test_captures_that_omit_an_operation_are_not_used(tmp_path, monkeypatch, caplog, replayed):
+    from swell.kernels.cpu.capture.recording import Recording
+
+    make(tmp_path, "qwen3_moe")
+    options = {"model.backend": "transformers"}
+    expected = greedy_tokens(tmp_path, **options, **{"model.enforce_eager": True})
+    finish = Recording.finish
+
+    def finish_without_one(self, made, results) -> None:
+        at = [i for i, call in enumerate(self.calls) if call.function.name == "swell_reduction"]
+        del self.calls[at[-1]]
+        finish(self, made, results)
+
+    monkeypatch.setattr(Recording, "finish", finish_without_one)
+    with caplog.at_level("WARNING"):
+        found = greedy_tokens(tmp_path, **options)
+    assert found == expected
     assert len(replayed) == 1, "one replay is compared"
-    assert "replayed steps differ from the model's" in caplog.text
+    assert "replayed steps differ from the model's (the replay)" in caplog.text
+
+
+def test_a_capture_that_chooses_nearly_as_good_experts_is_not_used(
+    tmp_path, monkeypatch, caplog, replayed
+):
+    """All experts have nearly equal logits, so a wrong choice is as small as a rounding."""
+    from swell.kernels.cpu.capture import torch_operations
+
+    make(tmp_path, "qwen3_moe")
+    weights = load_file(tmp_path / "model.safetensors")
+    for name in weights:
+        if name.endswith("mlp.gate.weight"):
+            weights[name] *= 1e-3
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    options = {"model.backend": "transformers"}
+    expected = answers(tmp_path, **options, **{"model.enforce_eager": True})
+    topk = torch_operations.CHOICES["topk"]
+
+    def second_best(step, func, x, k, *args):
+        values, indices = topk(step, func, x, k + 1, *args)
+        return values[..., 1:], indices[..., 1:]
+
+    monkeypatch.setitem(torch_operations.CHOICES, "topk", second_best)
+    with caplog.at_level("WARNING"):
+        found = answers(tmp_path, **options)
+    assert "replayed steps differ from the model's (torch's topk)" in caplog.text
+    assert not replayed
+    assert [ids for ids, _ in found] == [ids for ids, _ in expected]

@@ -99,4 +99,4 @@ def test_wrong_captures_round_no_step(folder, monkeypatch, replays) -> None:
     monkeypatch.setitem(torch_operations.POINTWISE, "gelu", lambda a, **_: ("relu", a))
     with start(folder, "float32", 300) as llm:
         assert answer(llm, request) == expected
-    assert len(replays) == 1, "one replay is compared"
+    assert not replays
