@@ -77,7 +77,8 @@ def read(folder: Path, form: writers.Format, parts: dict[str, Tensor], keep: boo
     model = nn.Sequential(ReplicatedLinear(COLUMNS, ROWS, bias=False))
     target = model[0].weight.data
     shard = WeightShard(f"{NAME}.weight", target, (ALL, ALL), (ROWS, COLUMNS))
-    matrices = QuantizedMatrices(named_matrices(model), Packing(keeps_integers=keep), target.device)
+    packing, device = Packing(keeps_integers=keep), torch.device("cpu")
+    matrices = QuantizedMatrices(named_matrices(model), packing, device)
     shares: list[LoadShare] = []
     config = ModelConfig(path=str(folder))
     load_weight_shards(lambda _: [shard], config, shares.append, matrices)
