@@ -89,8 +89,7 @@ class ModelConfig(Section, frozen=True):
     seed: NonNegative = 0
     """Seed of dummy weights."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """`auto`: a native model if there is one, else the model of transformers with Swell's KV
-    cache."""
+    """`auto`: a native model if there is one, else transformers' model with Swell's KV cache."""
     runner: Literal["auto", "generate", "pooling"] = "auto"
     """Task of the model: `generate` samples tokens, `pooling` returns a vector for a text. `auto`:
     determined by its folder (`modules.json`, the architecture), as in vLLM."""
@@ -110,9 +109,10 @@ class ModelConfig(Section, frozen=True):
     """Lets requests ask for the experts that computed their tokens (`return_routed_experts`). The
     choices of all layers are recorded for every token, with its KV, even if no request asks."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
-    """Values of `logprobs`: natural logarithms of probabilities, or logits. `raw`: of the model.
-    `processed`: of the distribution that is sampled, after penalties, biases, masks, temperature,
-    min_p, top_k and top_p (docs/guide/logprobs.md)."""
+    """Values of `logprobs`: log probabilities or logits. `raw`: of the model. `processed`: of the
+    distribution that is sampled, after penalties, masks and filters (docs/guide/logprobs.md)."""
+    compute_nans_in_logits: bool = False
+    """Counts the NaN among the logits of each sampled token: an error shows the number."""
     generation_config: Literal["auto", "none"] = "auto"
     """`auto`: the temperature, top_p, top_k, min_p, repetition_penalty and max_new_tokens of the
     model's generation_config.json are the defaults of requests, as in vLLM. `none`: neutral

@@ -249,6 +249,9 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Requested values in addition to tokens; an output may contain only these."""
     attempt: int = 1
     """The request's attempt (see `EngineCoreRequest.attempt`)."""
+    num_nans_in_logits: int = 0
+    """The number of NaN in the logits of a failed request; 0 if they are not counted
+    (`model.compute_nans_in_logits`)."""
 
     @property
     def finished(self) -> bool:

@@ -111,6 +111,8 @@ class ModelRunnerArgs:
     """Whether no step is captured."""
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """The values that are returned as log probabilities."""
+    compute_nans_in_logits: bool = False
+    """Whether NaN are counted in every step."""
     tokenizer_path: str = ""
     """The folder of the tokenizer."""
     pooler: Pooler | None = None
@@ -158,6 +160,7 @@ class ModelRunner:
             self.failed,
             mesh.tensor,
             args.logprobs_mode,
+            args.compute_nans_in_logits,
         )
         self.readers: list[HiddenStatesReader] = (
             [PoolingReader(args.pooler, self.states)]

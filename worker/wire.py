@@ -251,6 +251,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=
     busiest worker divided by the mean, in the most uneven layer of the last stage. Otherwise 0."""
     invalid: list[int] = []
     """Rows in `failed` whose requests were invalid."""
+    num_nans_in_logits: dict[int, int] = {}
+    """Row -> the number of NaN in the model's logits of its samples, if it has any. Always empty
+    without `model.compute_nans_in_logits`. All these rows are in `rows_with_nans`."""
 
 
 class WorkerFailure(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False):

@@ -438,6 +438,7 @@ class Worker:
             device=self.device,
             enforce_eager=self.config.model.enforce_eager,
             logprobs_mode=self.config.model.logprobs_mode,
+            compute_nans_in_logits=self.config.model.compute_nans_in_logits,
             tokenizer_path=self._tokenizer_path,
             pooler=self.pooler,
             offload=self._offload,

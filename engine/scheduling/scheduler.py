@@ -27,6 +27,8 @@ from bisect import insort
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, zip_longest
 
+from msgspec.structs import replace
+
 from swell.configs.scheduler import SchedulerConfig
 from swell.coordinator.transport.runtime import THREADS
 from swell.engine.adapter_admission import shown_to_users
@@ -332,7 +334,8 @@ class Scheduler:
             if row in failed:
                 before = tokens if plan.extra_steps else _NO_TOKENS
                 kind = FinishReason.INVALID if row in output.invalid else FinishReason.ERROR
-                answers = self._fail(request, before, extras, failed[row], kind)
+                num_nans = output.num_nans_in_logits.get(row, 0)
+                answers = self._fail(request, before, extras, failed[row], kind, num_nans)
                 outputs.setdefault(request.client, []).extend(answers)
                 continue
             if samples:
@@ -386,12 +389,15 @@ class Scheduler:
         extras: list[Extra],
         reason: str,
         kind: FinishReason,
+        num_nans: int,
     ) -> list[EngineCoreOutput]:
         """Fails a request after these tokens, unless they finish it. Its blocks leave the cache."""
         answers = request.fail_after(tokens, extras, reason, kind)
         if answers[-1].finish_reason is kind:
             self.kv.evict_computed(request)
             self.num_nans_in_logits += reason == NANS_IN_LOGITS
+            if num_nans:
+                answers[-1] = replace(answers[-1], num_nans_in_logits=num_nans)
         self._finish(request)
         return answers
 

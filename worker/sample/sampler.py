@@ -68,6 +68,8 @@ class SamplerOutput:
     pending_extras: list[PendingExtra] = field(default_factory=list)
     pending_proposals: PendingProposals | None = None
     """The draft model's proposals; None: the plan does not request any."""
+    num_nans: Tensor | None = None
+    """[S] int64, the number of NaN in the model's logits of each sample; None: not counted."""
 
     def accepted(self) -> dict[int, int]:
         """Returns row -> how many of its drafts are kept, for the rows with drafts. Waits for the
@@ -78,13 +80,14 @@ class SamplerOutput:
     def to_cpu_nonblocking(self) -> SamplerOutput:
         """Returns a copy on the host, with all tensors as described in
         `PendingExtra.to_cpu_nonblocking`."""
-        proposed = self.pending_proposals
+        proposed, num_nans = self.pending_proposals, self.num_nans
         return replace(
             self,
             tokens=self.tokens.to("cpu", non_blocking=True),
             max_logits=self.max_logits.to("cpu", non_blocking=True),
             pending_extras=[pending.to_cpu_nonblocking() for pending in self.pending_extras],
             pending_proposals=proposed.to_cpu_nonblocking() if proposed else None,
+            num_nans=None if num_nans is None else num_nans.to("cpu", non_blocking=True),
         )
 
     def fill(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -99,6 +102,8 @@ class SamplerOutput:
             token_ids = list(compress(token_ids, kept))
             pending_extras = [pending.filter(kept) for pending in pending_extras]
         with_nans = self._with_nans(self.max_logits.tolist(), kept)
+        num_nans = {} if self.num_nans is None else self._nans_of_rows(self.num_nans.tolist(), kept)
+        with_nans += num_nans.keys() - with_nans
         for pending in pending_extras:
             for row, extra in pending.extras():
                 if extra is None:
@@ -115,7 +120,18 @@ class SamplerOutput:
             rows_with_nans=with_nans,
             accepted=accepted,
             proposals=proposed.read() if proposed else {},
+            num_nans_in_logits=num_nans,
         )
+
+    def _nans_of_rows(self, num_nans: list[int], kept: list[bool] | None) -> dict[int, int]:
+        """Returns row -> the number of NaN in the logits of its kept samples, if there are any."""
+        found: dict[int, int] = {}
+        counted = repeat(True, len(num_nans)) if kept is None else kept
+        rows = self.batch.sample_rows_np.tolist()
+        for row, count, counts in zip(rows, num_nans, counted, strict=True):
+            if counts and count:
+                found[row] = found.get(row, 0) + count
+        return found
 
     def _with_nans(self, max_logits: list[float], kept: list[bool] | None) -> list[int]:
         """Returns the rows of the step whose largest logits are NaN or infinite, counting only
@@ -146,11 +162,12 @@ class Sampler:
         failed: FailedRows | None = None,
         tensor: Group | None = None,
         logprobs_mode: LogprobsMode = "raw_logprobs",
+        counts_nans: bool = False,
     ) -> None:
         """`model_path`: folder or hub id of the model, whose tokenizer is loaded for the first
         grammar; `failed`: where failed slots are recorded; `tensor`: the ranks that sample the same
         tokens."""
-        self._states = states
+        self._states, self._counts_nans = states, counts_nans
         failed, tensor = failed or FailedRows(), tensor or SoloGroup()
         self._logprobs = SampledLogprobs(states, logprobs_mode)
         # Penalties scale the model's logits, so they come before anything is added. Biases of
@@ -172,7 +189,8 @@ class Sampler:
     def needs_only_argmax(self, batch: InputBatch) -> bool:
         """Whether each row needs only its most likely token: then logits need not be computed."""
         return not (
-            len(batch.rows_in(self._states.random_sampling))
+            self._counts_nans
+            or len(batch.rows_in(self._states.random_sampling))
             or self._logprobs.any_requested(batch)
             or any(len(processor.rows(batch)) for processor in self._logits_processors)
         )
@@ -184,6 +202,7 @@ class Sampler:
             for processor in self._logits_processors
             if len(rows := processor.rows(batch))
         ]
+        num_nans = logits.isnan().sum(-1) if self._counts_nans else None
         kept = self._logprobs.keep_raw(logits, batch, will_change=bool(active))
         for processor, rows in active:
             processor.apply(logits, batch, rows)
@@ -193,7 +212,7 @@ class Sampler:
         for processor, rows in active:
             processor.on_sampled(tokens, batch, rows)
             pending_extras += processor.pending_extras(batch, rows)
-        return SamplerOutput(batch, tokens, max_logits, pending_extras)
+        return SamplerOutput(batch, tokens, max_logits, pending_extras, num_nans=num_nans)
 
     def _sample(self, logits: Tensor, batch: InputBatch) -> tuple[Tensor, Tensor]:
         """Returns tokens [S] int64, sampled with temperature, min_p, top_k and top_p, and the

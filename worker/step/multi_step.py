@@ -111,7 +111,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
         plan = self._plan
         first, *others = [each.get_output() for each in self._passes]
         failed, with_nans = dict(first.failed), set(first.rows_with_nans)
-        invalid = set(first.invalid)
+        invalid, num_nans = set(first.invalid), dict(first.num_nans_in_logits)
         extras = {row: list(found) for row, found in first.extras.items()}
         tokens: dict[int, list[int]] = {}
         sampled = iter(first.sampled_token_ids)
@@ -130,6 +130,8 @@ class OutputOfPasses(AsyncModelRunnerOutput):
                     invalid |= {row} if at in output.invalid else set()
                 elif at in output.rows_with_nans:
                     with_nans.add(row)
+                    if count := output.num_nans_in_logits.get(at):
+                        num_nans[row] = count
                 else:
                     tokens[row].append(token)
                     _add_extras(extras, row, output.extras.get(at, []))
@@ -141,6 +143,7 @@ class OutputOfPasses(AsyncModelRunnerOutput):
             rows_with_nans=sorted(with_nans),
             invalid=sorted(invalid),
             accepted={row: len(tokens[row]) - 1 for row in tokens},
+            num_nans_in_logits=num_nans,
         )
 
 

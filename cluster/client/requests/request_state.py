@@ -296,7 +296,9 @@ class RequestState:
                 return
         if output.finish_reason in (FinishReason.ERROR, FinishReason.INVALID):
             # The request failed: text that was held back is not checked for a stop string.
-            self._end(output.finish_reason, output.stop_reason)
+            count = output.num_nans_in_logits
+            counted = f" ({count} logits are NaN)" if count else ""
+            self._end(output.finish_reason, f"{output.stop_reason}{counted}")
         elif output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
 

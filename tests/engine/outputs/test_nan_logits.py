@@ -158,3 +158,36 @@ def test_nan_values_do_not_stay_in_a_cache(folders):
         assert {n: summary(o) for n, o in again.items()} == {
             n: summary(o) for n, o in alone.items()
         }
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"scheduler__steps_in_flight": 2},
+        {"parallel__tensor": 2, "scheduler__steps_per_plan": 3},
+        {"drafts__method": "ngram", "drafts__min_match": 1},
+    ],
+    ids=["two steps", "three steps per plan, tensor 2", "drafts"],
+)
+def test_nan_logits_are_counted(folders, overrides):
+    """An embedding of NaN makes all logits of its requests NaN. Others have none, and the same
+    answers as without the count."""
+    with Engine(folders["llama", NAN], **overrides) as engine:
+        alone = engine.answer(requests(GOOD, SamplerParams()))
+    with Engine(folders["llama", NAN], model__compute_nans_in_logits=True, **overrides) as engine:
+        got = engine.answer(requests({**GOOD, **HIT}, SamplerParams()))
+    for name in GOOD:
+        assert summary(got[name]) == summary(alone[name])
+        assert not any(output.num_nans_in_logits for output in got[name])
+    for name in HIT:
+        last = got[name][-1]
+        assert (last.stop_reason, last.num_nans_in_logits) == (NANS_IN_LOGITS, tiny_models.VOCAB)
+
+
+def test_nan_logits_that_a_mask_hides_are_counted(folders):
+    """The head of a tied model has one row of NaN, which `allowed_token_ids` excludes."""
+    sampler = SamplerParams(allowed_token_ids=[3, 4, 5])
+    with Engine(folders["llama-tied", NAN], model__compute_nans_in_logits=True) as engine:
+        for outputs in engine.answer(requests(GOOD, sampler)).values():
+            assert [output.num_nans_in_logits for output in outputs] == [1]
+            assert outputs[0].finish_reason is FinishReason.ERROR

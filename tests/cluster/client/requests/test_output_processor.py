@@ -544,3 +544,13 @@ def test_prompt_logprobs_do_not_count_as_a_token() -> None:
     assert seen.all.time_to_first_token_s == [4.0]
     assert (seen.all.num_prompt_tokens, seen.all.num_output_tokens) == (3, 1)
     assert output.num_cached_tokens == 2
+
+
+def test_an_error_shows_how_many_logits_are_nan() -> None:
+    table = processor()
+    state = table.add_request(core(SamplingParams()), SamplingParams())
+    failed = EngineCoreOutput(
+        state.request_id, [], FinishReason.ERROR, "not finite", num_nans_in_logits=7
+    )
+    (output,) = outputs_after(table, [failed])
+    assert output.outputs[0].stop_reason == "not finite (7 logits are NaN)"
