@@ -67,9 +67,14 @@ class Launches(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    ("kind", "params"), [*((kind, SamplerParams()) for kind in MOST), ("qwen3", EVERY_KERNEL)]
+    ("kind", "params", "quantize"),
+    [
+        *((kind, SamplerParams(), "none") for kind in MOST),
+        ("qwen3", EVERY_KERNEL, "none"),
+        ("qwen3", SamplerParams(), "int4"),
+    ],
 )
-def test_a_decode_step_of_28_layers(kind, params, column, monkeypatch, tmp_path):
+def test_a_decode_step_of_28_layers(kind, params, quantize, column, monkeypatch, tmp_path):
     sizes = {"num_hidden_layers": LAYERS, "hidden_size": 32, "intermediate_size": 32}
     monkeypatch.setattr(tiny_models, "SIZES", {**tiny_models.SIZES, **sizes})
     tiny_models.make(tmp_path, kind)
@@ -82,7 +87,8 @@ def test_a_decode_step_of_28_layers(kind, params, column, monkeypatch, tmp_path)
             return execute(self, plan)
 
     monkeypatch.setattr(ModelRunner, "execute_model", counted)
-    with Engine(tmp_path, model__enforce_eager=True) as engine:
+    settings = {"model__quantize": quantize, "model__enforce_eager": True}
+    with Engine(tmp_path, **settings) as engine:
         # The last step is a decode step.
         engine.answer([EngineCoreRequest("0", [5, 6], params, max_tokens=3)])
     per_layer = sum(name.startswith("triton") for name in launches.found) / LAYERS
