@@ -15,7 +15,7 @@ from swell.cluster.api.admin import admin_routes
 from swell.cluster.api.openapi.operations import OPERATIONS
 from swell.cluster.api.server.cors import Cors, CorsRules
 from swell.configs.schema import ConfigError, load
-from tests.cluster.api.bodies.test_request_forms import BODIES, GETS
+from tests.cluster.api.bodies.test_request_forms import BODIES, GETS, ID
 from tests.cluster.fake_cluster import FakeCluster
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
@@ -49,7 +49,7 @@ def call(path: str, origin: str, **headers: str) -> Any:
     if path not in BODIES:
         return ("GET", path, {"origin": origin, **headers}, b"")
     body = json.dumps(BODIES[path]).encode()
-    return ("POST", path, {"origin": origin, **JSON, **headers}, body)
+    return ("POST", path, {"origin": origin, **JSON, "x-request-id": ID, **headers}, body)
 
 
 def answers(folder: Path, *requests: Any, **settings: Any) -> list[httpx.Response]:
