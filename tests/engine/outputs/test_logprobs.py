@@ -56,7 +56,9 @@ FILTERED = [
         temperature=0.7, seed=4, logprobs=5, prompt_logprobs=4, presence_penalty=1.5, top_k=20,
         top_p=0.9, min_p=0.01,
     ),
-    SamplerParams(logprobs=20, prompt_logprobs=0, bad_words=[[5], [9]], top_k=2),
+    SamplerParams(
+        logprobs=20, prompt_logprobs=0, bad_words=[[5], [9]], allowed_token_ids=[*range(12)]
+    ),
     SamplerParams(temperature=1.0, seed=5, logprobs=6, top_k=3, allowed_token_ids=[5, 6, 7, 8]),
 ]  # fmt: skip
 """The same for the modes in which processors change the values."""
