@@ -137,6 +137,8 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     here."""
     workers: tuple[WorkerReport, ...] = ()
     """The workers by rank."""
+    hang_report: str = ""
+    """See `Executor.hang_report`."""
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import msgspec
 
+from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.schema import Config
 from swell.coordinator.transport.runtime import THREADS, Runtime, drive
 from swell.coordinator.wave_protocol.null_waves import NullMember
@@ -222,6 +223,7 @@ class EngineCore:
                 on_start(scheduled.started())
             self.wave_member.submitted()
             self._reads.on_plan(scheduled.plan)
+            recorder().note(f"plan {scheduled.plan.summary}")
             self._in_flight.append((scheduled, self.executor.execute(scheduled.plan)))
 
     def _in_lockstep(self, scheduled: ScheduledStep) -> ScheduledStep:

@@ -7,6 +7,7 @@ from typing import Any
 
 import ray
 
+from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.runtime.nccl import check_nccl
 from swell.configs.runtime.network import host_address
@@ -30,6 +31,7 @@ class WorkerActor:
         heartbeats: ChannelAddress,
     ) -> None:
         """`engine` and `heartbeats`: the addresses of the two channels on the engine's side."""
+        recorder().publish(engine.ipc, f"worker {rank}")
         self._rank = rank
         self._keys = keys
         self._heartbeats = heartbeats

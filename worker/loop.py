@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from typing import Any
 
+from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.runtime.process import exit_on_error
 from swell.configs.runtime.waker import Waker
 from swell.coordinator.transport.channel import Outlet
@@ -102,8 +103,10 @@ class WorkerLoop:
             case None if self._pending_outputs:
                 self._step, output = self._pending_outputs.popleft()
                 self._outlet.send(output.get_output())
+                recorder().note(f"result of step {self._step} sent")
             case SchedulerOutput() if not self._failed:
                 self._step = command.step
+                recorder().note(f"step {command.summary}")
                 started = self._worker.execute_model(command)
                 if started is not None:
                     self._pending_outputs.append((command.step, started))
@@ -139,7 +142,9 @@ class WorkerLoop:
     def _regroup(self, plan: GroupPlan) -> None:
         self._pending_outputs.clear()
         self._generation = plan.generation
+        recorder().note(f"forming groups, generation {plan.generation}")
         regrouped = self._worker.regroup(plan)
+        recorder().note(f"groups formed, generation {plan.generation}")
         self._failed = False
         self._outlet.send(regrouped)
 
@@ -147,6 +152,7 @@ class WorkerLoop:
         self._failed = True
         self._pending_outputs.clear()
         text = f"{type(error).__name__}: {error}"
+        recorder().note(f"step {self._step} failed: {text}")
         group = isinstance(error, GroupError)
         absent = list(error.absent) if isinstance(error, GroupError) else []
         self._outlet.send(

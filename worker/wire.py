@@ -122,6 +122,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, tag=0, array_like=True, gc=Fa
     exports: list[BlockFile] = []
     """Blocks to write to files. The files exist before the step's result is returned."""
 
+    @property
+    def summary(self) -> str:
+        """The size of the step, for people."""
+        rows, tokens = len(self.slots), sum(self.num_tokens)
+        return f"{self.step}: {rows} rows, {tokens} tokens, epoch {self.epoch}"
+
 
 class WeightsSource(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The weights that replace the worker's current ones."""

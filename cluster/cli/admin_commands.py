@@ -100,6 +100,8 @@ def _notes(state: ClusterState) -> Iterator[str]:
         again = _next_try(left.next_try_s)
         text = f"left by terminated engines: {left.names} ({left.reason})"
         yield f"{text}; {left.failures} attempts to remove them failed, the next one {again}"
+    for file in state.hang_reports:
+        yield f"a process of an engine hung; the state of the engine then: {file}"
     classes = sorted({engine.numerics for engine in state.engines if engine.numerics})
     if len(classes) > 1:
         yield f"engines differ in the bits of their results: {', '.join(classes)}"

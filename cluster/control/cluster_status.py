@@ -47,6 +47,8 @@ class ManagerStatus:
     """Why engines are missing."""
     leftovers: Leftovers | None
     upgrade: JsonObject
+    hang_reports: tuple[str, ...]
+    """Files with the state of engines that hung and were terminated, the newest last."""
     scaling: JsonObject
     """The results of `autoscaling`, `pending` and `draining_nodes`."""
 
@@ -87,6 +89,10 @@ def describe(
             "failures": leftovers.failures,
             "next_try_s": round(leftovers.next_try_s, 1),
         },
+        "hang_reports": [
+            *manager.hang_reports,
+            *(report.hang_report for report in view.reports.engines if report.hang_report),
+        ],
         **manager.scaling,
     }
 

@@ -285,6 +285,7 @@ class ClusterManager:
             error=self.error,
             missing_engine=self.missing_engine,
             leftovers=self._placement.orphans.leftovers(),
+            hang_reports=tuple(self._placement.hang_reports),
             upgrade=self.upgrader.describe(self.missing_engine),
             scaling=self._elasticity.describe(),
         )

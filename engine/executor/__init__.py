@@ -179,6 +179,12 @@ class Executor(ABC):
         thread."""
         return 0
 
+    @property
+    def hang_report(self) -> str:
+        """`HOST:PATH` of the file with the state of the workers when one of them hung for the last
+        time; empty if none did."""
+        return ""
+
     @abstractmethod
     def workers(self) -> tuple[WorkerInfo, ...]:
         """Returns the workers by rank; may be called from any thread."""

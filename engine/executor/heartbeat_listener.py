@@ -60,6 +60,12 @@ class HeartbeatListener:
         with self._lock:
             return dict(self._stopped)
 
+    def describe(self) -> str:
+        """Returns which workers have stopped, why, and how far all have come, for people."""
+        with self._lock:
+            stopped = [f"worker {rank} {why}" for rank, why in sorted(self._stopped.items())]
+            return "\n".join([*stopped, self._monitor.describe()])
+
     @contextmanager
     def awaiting_step(self) -> Iterator[None]:
         """Marks that a result is awaited inside the context."""

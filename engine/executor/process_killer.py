@@ -7,11 +7,15 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+T = TypeVar("T")
 
 _HELPER_S = 20.0
 """How long a helper may take to start on another node, and to kill the process."""
@@ -23,16 +27,31 @@ _POLL_S = 0.01
 def kill_process(pid: int, node: str) -> None:
     """Kills a process and returns when it has terminated; it need not exist any more. On another
     node, a Ray task does it. Raises a `RayError` if that node runs no task in time."""
+    run_on_node(node, _HELPER_S, _kill, pid)
+
+
+def run_on_node(node: str, limit_s: float, function: Callable[..., T], *args: Any) -> T:
+    """Returns `function(*args)`, computed on a node: if it is another one, by a Ray task. Raises a
+    `RayError` if that node does not run the task within `limit_s`."""
     if node == ray.get_runtime_context().get_node_id():
-        _kill(pid)
-        return
+        return function(*args)
     strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    done = _HELPER.options(scheduling_strategy=strategy, name="kill_process").remote(pid)
+    done = (
+        _as_task(function)
+        .options(scheduling_strategy=strategy, name=function.__name__)
+        .remote(*args)
+    )
     try:
-        ray.get(done, timeout=_HELPER_S)
+        result: T = ray.get(done, timeout=limit_s)
     except ray.exceptions.GetTimeoutError:
         ray.cancel(done, force=True)
         raise
+    return result
+
+
+@cache
+def _as_task(function: Callable[..., Any]) -> Any:
+    return ray.remote(num_cpus=0, max_retries=0)(function)
 
 
 def _kill(pid: int) -> None:
@@ -50,6 +69,3 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-_HELPER: Any = ray.remote(num_cpus=0, max_retries=0)(_kill)

@@ -97,6 +97,13 @@ class WorkerMonitor:
         self._monitor.advance(now)
         return self._silent() or self._not_left_groups() or self._stuck()
 
+    def describe(self) -> str:
+        """Returns how far the workers have come, for people."""
+        parts = (
+            f"worker {rank} {self._progress_since_formed(rank)}" for rank in sorted(self._groups)
+        )
+        return f"layers or operations since the groups were formed: {', '.join(parts)}"
+
     def _silent(self) -> dict[int, str]:
         silent = self._monitor.silent_s(self._limit_s)
         return dict.fromkeys(silent, f"sent no heartbeat for {self._limit_s:g} s")

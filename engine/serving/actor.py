@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ import ray
 from ray.util.placement_group import placement_group_table
 
 from swell.configs.runtime import process
+from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.runtime.gpus import VISIBLE_GPUS, gpu_indices
 from swell.configs.runtime.log import StructuredLogger, configure_logging
 from swell.configs.runtime.network import host_address, other_ports
@@ -56,6 +58,7 @@ class EngineActor:
     def __init__(self, config: Config, rank: int, version: str = "") -> None:
         """`version`: that of the configuration, as the roster lists it."""
         configure_logging()
+        recorder().publish(secrets.token_hex(16), "engine")  # workers that are processes join later
         self._log = StructuredLogger("engine", rank=rank)
         self._config = config
         self._rank = rank

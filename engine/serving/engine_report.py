@@ -85,6 +85,7 @@ def report_of(
         sleep_level=core.memory.sleep_level,
         wakes=core.memory.num_wakes,
         expert_imbalance=core.expert_imbalance,
+        hang_report=core.executor.hang_report,
         freed_bytes=core.memory.freed_bytes,
         is_repairing=is_repairing,
         workers=worker_reports(core),

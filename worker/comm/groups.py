@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.runtime.log import first_line
 from swell.kernels.graph import NotCapturableError
 from swell.worker.comm.transport import Transport
@@ -200,6 +201,8 @@ class ProcessGroup(Group):
         self.exact, self.has_messages = exact, has_messages
         self._transport: Transport | None = None
         self._dry_run = False
+        self._counts = recorder().counter(f"{name}, rank {rank} of {size}")
+        """The operations that were started and finished since the group was formed."""
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
@@ -213,6 +216,7 @@ class ProcessGroup(Group):
         """Closes the current transport and uses this one."""
         self.close()
         self._transport = transport
+        self._counts[0] = self._counts[1] = 0
 
     def all_reduce(self, t: torch.Tensor) -> torch.Tensor:
         if not t.is_contiguous():
@@ -334,6 +338,7 @@ class ProcessGroup(Group):
         assert transport is not None
         wait = transport.wait_for_peer if operation in ("send", "recv") else transport.wait
         self._guard(operation, wait, work)
+        self._counts[1] += 1
 
     def _run(self, operation: str, *args: Any) -> None:
         if self._dry_run:
@@ -343,6 +348,7 @@ class ProcessGroup(Group):
     def _start(self, operation: str, *args: Any) -> Any:
         self.check()
         assert self._transport is not None
+        self._counts[0] += 1
         return self._guard(operation, getattr(self._transport.backend, operation), *args)
 
     def _guard(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:

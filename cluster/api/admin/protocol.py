@@ -207,6 +207,8 @@ class ClusterState(Body, kw_only=True):
     pending: PendingEngines | None = None
     """Null: no engine waits for resources."""
     draining_nodes: list[DrainingNode] = []
+    hang_reports: list[str] = []
+    """Files with the state of engines whose processes hung, `HOST:PATH`."""
 
 
 class Health(Body, kw_only=True):

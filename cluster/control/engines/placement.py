@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from swell.cluster.control.engines import actor_names
@@ -44,6 +46,10 @@ _PROBES = 3.0
 """Limit of probing a member, in units of `stall_timeout_s`: by then a hanging one is removed."""
 _KILL_S = 3.0
 """How long to wait for the death of a process: on a lost host it cannot be killed."""
+_SAVE_S = 6.0
+"""How long it may take to save the state of an engine that hangs."""
+_HANG_REPORTS = 8
+"""Number of these states that are listed, the newest ones."""
 _STATUS_S = 2.0
 """How long an engine may take to answer `status`."""
 _RESERVE_TIMEOUT_S = 10.0
@@ -87,6 +93,8 @@ class Placement:
         self._runtime = runtime
         self._known: set[str] = set()
         """Names of engines that were placed or adopted here and not terminated."""
+        self.hang_reports: deque[str] = deque(maxlen=_HANG_REPORTS)
+        """Files with the state of engines that hung, `HOST:PATH`."""
         self.may_end = may_end
         known, look_s = lambda: {*self._known, coordinator.name}, config.cluster.stall_timeout_s
         self.orphans = OrphanCollector(ray, namespace, known, may_end, look_s)
@@ -403,6 +411,7 @@ class Placement:
             return
         try:
             if handle.ready is not None and handle.ended is None:
+                await self._save_state(handle, handle.ready)
                 killed = self._ray.kill_process(handle.ready.pid, handle.ready.node)
                 await asyncio.wait_for(killed, _KILL_S)
         except (ActorError, TimeoutError) as error:
@@ -411,6 +420,13 @@ class Placement:
             )
         finally:
             await self._destroy(handle)
+
+    async def _save_state(self, handle: EngineHandle, ready: EngineReady) -> None:
+        saved = self._ray.save_hang_report(f"engine {handle.rank} hung", ready.pid, ready.node)
+        with suppress(TimeoutError):
+            if file := await asyncio.wait_for(saved, _SAVE_S):
+                self.hang_reports.append(file)
+                self._log.warning("state of the engine is saved", rank=handle.rank, file=file)
 
     async def close(self, handles: list[EngineHandle]) -> None:
         """Terminates these engines, and then everything else with a name of this cluster: parts

@@ -47,6 +47,7 @@ from swell.coordinator.actor import Coordinator
 from swell.coordinator.transport.channel import make_keys
 from swell.coordinator.transport.coordinator_contact import CoordinatorEndpoint
 from swell.coordinator.transport.ports import free_port
+from swell.engine.executor.hang_report import save_report_of_process
 from swell.engine.executor.process_killer import kill_process
 from swell.engine.serving.actor import EngineActor
 
@@ -86,6 +87,9 @@ class RayCluster:
         host = host_address(self._config.interface, ray.util.get_node_ip_address())
         port = free_port(host, coordinator_ports(self._config.port_range))
         return CoordinatorEndpoint(make_keys(), secrets.token_hex(_NAME_BYTES), port, host)
+
+    async def save_hang_report(self, title: str, pid: int, node: str) -> str:
+        return await asyncio.to_thread(save_report_of_process, title, pid, node)
 
     async def kill_process(self, pid: int, node: str) -> None:
         try:

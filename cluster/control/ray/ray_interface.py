@@ -39,6 +39,10 @@ class RayInterface(Protocol):
     def new_endpoint(self) -> CoordinatorEndpoint:
         """Returns new keys, a new name and a free port of this host, for a coordinator."""
 
+    async def save_hang_report(self, title: str, pid: int, node: str) -> str:
+        """Saves the state of a process that hangs, and of its workers on the same node, in a file
+        on this host, and returns `HOST:PATH`; an empty string if that is not possible."""
+
     async def kill_process(self, pid: int, node: str) -> None:
         """Kills a process of a node and returns when its memory is free. It is not an error if the
         process is already dead. On another node a helper does it. Raises an `ActorError` if no

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from swell.cluster.api.admin.protocol import Accepted, ClusterState
 from swell.cluster.cli import admin_commands
@@ -155,3 +156,11 @@ def test_status_names_the_numerics_classes_if_they_differ(
     switch(monkeypatch, ["status"], cluster("serving", *engines))
     line = "engines differ in the bits of their results: a, b"
     assert (line in capsys.readouterr().out.splitlines()) == is_shown
+
+
+def test_status_names_the_files_with_the_state_of_engines_that_hung(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = cluster("serving", engine(0, 0))
+    switch(monkeypatch, ["status"], structs.replace(state, hang_reports=["host-a:/logs/1.txt"]))
+    assert "the state of the engine then: host-a:/logs/1.txt" in capsys.readouterr().out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -290,6 +291,7 @@ class FakePlacement:
         self.room = 1000
         self.waits_for_room = False
         """Whether an engine beyond `capacity` waits instead of failing."""
+        self.hang_reports = deque[str]()
         self.nodes: dict[int, str] = {}
         """Rank -> the node of its engine. The other engines are on `node`."""
         self.draining: dict[str, float] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -148,10 +149,41 @@ def test_a_lost_worker_is_replaced_and_the_answer_continues(core, whole, number,
     after = pids(core)
     assert after[rank] != before[rank] and not Path(f"/proc/{before[rank]}").exists()
     assert after[1 - rank] == before[1 - rank], "the other worker is kept"
+    report = core.executor.hang_report
+    if number is signal.SIGKILL:
+        assert report == "", "it did not hang"
+    else:
+        assert_explains(Path(report.partition(":")[2]).read_text(), before)
     assert answers(core, tokens=tokens) == whole
     core.check_idle()
     while core.executor.progress_counter <= progress_counter:  # the next heartbeat reports it
         check_for(core, 0.1)
+
+
+def assert_explains(report: str, pids: list[int]) -> None:
+    """Checks a report on worker 1, which is suspended, while worker 0 waits for it."""
+    stopped, progress, *_ = report.splitlines()
+    assert stopped.startswith("worker 1 sent no heartbeat for ")
+    assert re.fullmatch(
+        r"layers or operations since .*: worker 0 [1-9]\d*, worker 1 [1-9]\d*", progress
+    )
+    engine, running, suspended = re.split(r"^== ", report, flags=re.MULTILINE)[1:]
+    assert engine.startswith(f"engine (pid {os.getpid()}), runs")
+    assert running.startswith(f"worker 0 (pid {pids[0]}), runs")
+    assert suspended.startswith(f"worker 1 (pid {pids[1]}), hangs")
+    stack = running.partition("Thread MainThread (most recent call first):\n")[2]
+    assert re.match(r"(  File .*\n)*  File .*worker/loop.py.*WorkerLoop._handle\n", stack)
+    assert "state T" in suspended and "the process did not write them" in suspended
+    plans = [
+        re.findall(r"^[\d:.]+ (?:plan|step) (\d+): (\d+ rows)", part, re.MULTILINE)
+        for part in (engine, running)
+    ]
+    assert plans[1][-1] in plans[0][-2:], "the worker computes a plan that the engine has sent"
+    counts = [
+        re.findall(r"^tensor.*: (\d+) started, (\d+) finished", part, re.MULTILINE)
+        for part in (running, suspended)
+    ]
+    assert all(counts), "each rank says how far its group has come"
 
 
 def test_adapters_of_a_lost_worker_are_reloaded_and_a_missing_one_fails_only_its_requests(

@@ -53,6 +53,9 @@ class SimRay:
         port = self._cluster.net.free_port(host)
         return CoordinatorEndpoint(ChannelKeys(public, secret), name.hex(), port, host)
 
+    async def save_hang_report(self, title: str, pid: int, node: str) -> str:
+        return ""
+
     async def kill_process(self, pid: int, node: str) -> None:
         process, cluster = self._cluster.processes.get(pid), self._cluster
         if process is not None and process.host == node:

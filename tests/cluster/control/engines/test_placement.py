@@ -355,6 +355,7 @@ def test_a_process_is_killed_at_once_on_any_host(table: Table, node: str) -> Non
         await ours.kill(handle)
         assert table.killed_pids == [(7, node)]
         assert table.ended == [handle.name, handle.name], "the actor and its group"
+        assert list(ours.hang_reports) == [f"{node}:engine 3 hung (7)"]
 
     asyncio.run(scenario())
 

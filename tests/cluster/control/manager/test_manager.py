@@ -301,7 +301,9 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             wave=4,
             repairs=1,
             workers=workers,
+            hang_report="host:worker",
         )
+        harness.placement.hang_reports.append("host:engine")
         described = await harness.manager.describe()
         assert described["engines"][1] == {
             "rank": 1,
@@ -339,6 +341,7 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             "autoscaling": None,
             "pending": None,
             "draining_nodes": [],
+            "hang_reports": ["host:engine", "host:worker"],
         }
 
     run(scenario, data=2)

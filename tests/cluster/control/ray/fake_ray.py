@@ -48,6 +48,10 @@ class FakeRay:
     def new_endpoint(self) -> CoordinatorEndpoint:
         return CoordinatorEndpoint(KEYS, "name", 1)
 
+    async def save_hang_report(self, title: str, pid: int, node: str) -> str:
+        assert (pid, node) not in self.killed_pids, "afterwards there is nothing to save"
+        return f"{node}:{title} ({pid})"
+
     async def kill_process(self, pid: int, node: str) -> None:
         self.killed_pids.append((pid, node))
 
