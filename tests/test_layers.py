@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import HANG_S
+
 ROOT = Path(__file__).parents[1]
 
 FLOORS = ("cluster", "coordinator", "engine", "worker", "kernels", "configs")
@@ -345,7 +347,7 @@ def test_an_import_does_not_load_heavy_libraries(modules: str, absent: list[str]
     """Runs in the repository root, where our folders could shadow third-party packages."""
     code = f"import sys, {modules}; print([m for m in {absent} if m in sys.modules])"
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]", f"{modules} loads {run.stdout.strip()}"

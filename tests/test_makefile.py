@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import HANG_S
 from tests.test_layers import ROOT
 
 PYTHON = """#!/bin/sh
@@ -39,7 +40,7 @@ def make(folder: Path, *, is_old: bool) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -107,7 +108,7 @@ def test_tests_run_only_after_all_checks_have_passed(
         env={name: value for name, value in os.environ.items() if not name.startswith("MAKE")},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     calls = (tmp_path / "calls").read_text().splitlines()

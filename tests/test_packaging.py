@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import HANG_S
 from tests.test_layers import FLOORS, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -59,7 +60,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         [*command, "--no-index", "--wheel-dir", folder / "dist", source],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=HANG_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     (built,) = (folder / "dist").glob("swell-*.whl")
@@ -99,7 +100,7 @@ def test_a_built_wheel_is_importable(wheel: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": str(wheel)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == str(wheel / "swell" / "engine" / "core.py")
@@ -113,5 +114,7 @@ def test_importing_the_package_imports_no_library() -> None:
         "assert swell.SamplingParams.__name__ == 'SamplingParams';"
         "assert not hasattr(swell, 'Engine')"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert run.returncode == 0, run.stderr

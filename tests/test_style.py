@@ -8,6 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 
+from tests.support.deadlines import HANG_S
 from tests.test_layers import FILES, ROOT
 
 MAX_FILE_LINES = 500
@@ -160,6 +161,29 @@ def calls_without_timeout(source: str) -> list[int]:
         and (node.func.value.id, node.func.attr in HTTP_CALLS) == ("httpx", True)
         and "timeout" not in {keyword.arg for keyword in node.keywords}
     ]
+
+
+def short_timeouts(source: str) -> list[int]:
+    """Returns the lines with a `timeout` that a busy machine may exceed. Below 20 s it is what a
+    test is about."""
+    return [
+        keyword.value.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call)
+        for keyword in node.keywords
+        if keyword.arg in ("timeout", "timeout_s")
+        and isinstance(keyword.value, ast.Constant)
+        and isinstance(keyword.value.value, int | float)
+        and 20 <= keyword.value.value < HANG_S
+    ]
+
+
+def test_what_a_test_waits_for_has_the_common_deadline() -> None:
+    assert short_timeouts("wait(timeout=60)\nwait(timeout=1)\nwait(timeout=HANG_S)") == [1]
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts]
+    found = {str(path.relative_to(ROOT)): short_timeouts(path.read_text()) for path in tests}
+    found = {name: lines for name, lines in found.items() if lines}
+    assert set(found) <= {"tests/gpu_report/test_report.py"}, "see tests/support/deadlines.py"
 
 
 def test_every_request_of_a_test_has_a_timeout() -> None:

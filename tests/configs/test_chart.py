@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tests.configs.chart import CHART, SOURCE, VALUES, files
+from tests.support.deadlines import HANG_S
 from tests.test_layers import ROOT
 
 HELM = shutil.which("helm")
@@ -34,7 +35,7 @@ PLACES = {
 
 def helm(*arguments: str) -> str:
     assert HELM is not None
-    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([HELM, *arguments], capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

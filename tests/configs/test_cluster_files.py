@@ -20,6 +20,7 @@ from ray.serve.schema import ServeDeploySchema
 from swell.cluster.control.plan.node_drains import HANDOVER_S
 from swell.configs.schema import Config, ConfigError, load, parse_override
 from tests.cluster.cli.test_documented_commands import options
+from tests.support.deadlines import HANG_S
 from tests.test_layers import ROOT
 
 RAY = ROOT / "configs" / "ray"
@@ -280,7 +281,7 @@ def test_a_terminating_pod_names_its_own_node(tmp_path: Path) -> None:
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "RAY_ADDRESS": "head:6379"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
     )
     words = done.stdout.split()
     assert words[:3] == ["drain-node", "--address=head:6379", "--node-id=abc123"]

@@ -11,6 +11,7 @@ from schemathesis.core.failures import FailureGroup
 
 from tests.conformance.document import check_answer
 from tests.conformance.in_process_server import MODEL, InProcessServer
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +110,7 @@ def test_answers_that_contradict_the_document_are_detected(
     def answer_all(_: httpx.Request) -> httpx.Response:
         return httpx.Response(status, headers=headers, content=iter([content]))
 
-    with httpx.Client(transport=httpx.MockTransport(answer_all), timeout=60) as client:
+    with httpx.Client(transport=httpx.MockTransport(answer_all), timeout=HANG_S) as client:
         answer = client.post("http://h/v1/completions")
     with pytest.raises(FailureGroup):
         check_answer("/v1/completions", answer)

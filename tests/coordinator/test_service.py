@@ -40,8 +40,7 @@ from swell.coordinator.wire import (
     Subscribe,
 )
 from tests.coordinator.test_roster import member
-
-SOON_S = 60.0
+from tests.support.deadlines import HANG_S
 
 CONFIG = load(
     {"model": {"path": "m"}, "cluster": {"load_report_s": 0.05, "heartbeat_s": 0.2}}
@@ -59,7 +58,7 @@ def service() -> Iterator[CoordinatorService]:
 
 
 def wait_until(service: CoordinatorService, is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while not is_so():
         assert time.monotonic() < deadline
         service.probe()
@@ -104,7 +103,7 @@ def connect(service: CoordinatorService) -> Iterator[Callable[[], Subscriber]]:
 
 def receive_view(outlet: Subscriber, wanted: Callable[[ClusterView], bool]) -> ClusterView:
     """Returns the first view that satisfies `wanted`."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         view = outlet.receive(0.5)
         if view is not None and wanted(view):
@@ -114,13 +113,13 @@ def receive_view(outlet: Subscriber, wanted: Callable[[ClusterView], bool]) -> C
 
 def next_command(outlet: Outlet[EngineCommand]) -> EngineCommand | None:
     """Returns the next command that is not a heartbeat."""
-    while isinstance(command := outlet.receive(SOON_S), CoordinatorHeartbeat):
+    while isinstance(command := outlet.receive(HANG_S), CoordinatorHeartbeat):
         pass
     return command
 
 
 def test_a_subscriber_receives_the_current_view_at_once(service, connect) -> None:
-    service.join([member(0), member(1)], SOON_S)
+    service.join([member(0), member(1)], HANG_S)
     subscriber = connect()
     subscriber.send(Subscribe(0))
     view = receive_view(subscriber, lambda _view: True)
@@ -146,7 +145,7 @@ class OwnedByLoop:
 
 def test_only_its_own_thread_accesses_the_state(service) -> None:
     owned = service._state_machine = OwnedByLoop(service._state_machine)
-    service.join([member(0), member(1)], SOON_S)
+    service.join([member(0), member(1)], HANG_S)
     service.leave([1])
     service.cancel_leave([1])
     manager = ManagerId("manager")
@@ -158,14 +157,14 @@ def test_only_its_own_thread_accesses_the_state(service) -> None:
     assert service.view().reports.phase == "commit"
     service.pause(manager)
     service.resume(manager)
-    assert service.detach([1], SOON_S, manager).ranks == [0]
+    assert service.detach([1], HANG_S, manager).ranks == [0]
     assert service.remove_failed([7], manager).ranks == [0]
-    assert service.wait(0, SOON_S).view == service.view()
+    assert service.wait(0, HANG_S).view == service.view()
     epoch = service.view().roster.epoch
-    waiting = threading.Thread(target=service.wait, args=(epoch, SOON_S))
+    waiting = threading.Thread(target=service.wait, args=(epoch, HANG_S))
     waiting.start()
     service.remove_failed([0], manager)
-    waiting.join(SOON_S / 2)
+    waiting.join(HANG_S / 2)
     assert not waiting.is_alive(), "a change of the roster ends the wait"
     assert owned.other_threads == []
 
@@ -173,17 +172,17 @@ def test_only_its_own_thread_accesses_the_state(service) -> None:
 def test_another_incarnation_of_a_rank_is_not_removed(service) -> None:
     numbers = {0: 5, 1: 6}
     members = [msgspec.structs.replace(member(r), incarnation=n) for r, n in numbers.items()]
-    service.join(members, SOON_S)
+    service.join(members, HANG_S)
     assert service.remove_failed([0, 1], incarnations=[4, 6]).ranks == [0]
 
 
 def test_an_engine_replaces_an_earlier_one_of_its_rank_that_the_manager_names(service) -> None:
     earlier, later = (msgspec.structs.replace(member(0), incarnation=number) for number in (5, 6))
-    service.join([earlier, member(1)], SOON_S)
+    service.join([earlier, member(1)], HANG_S)
     with pytest.raises(ValueError, match="rank 0 is already"):
-        service.join([later], SOON_S, earlier=[4])
+        service.join([later], HANG_S, earlier=[4])
     assert service.view().roster.find(0) == earlier
-    assert service.join([later], SOON_S, earlier=[5]).roster.members == (later, member(1))
+    assert service.join([later], HANG_S, earlier=[5]).roster.members == (later, member(1))
 
 
 @pytest.mark.parametrize("part", ["tick", "_reports"])
@@ -196,7 +195,7 @@ def test_a_failed_loop_stops_the_coordinator(monkeypatch, deaths, part) -> None:
     service = CoordinatorService(CONFIG)
     try:
         monkeypatch.setattr(service._state_machine, part, planted)
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while not deaths:
             assert time.monotonic() < deadline, "the loop has ended and the process lives"
             time.sleep(0.005)
@@ -209,7 +208,7 @@ def test_a_failed_loop_stops_the_coordinator(monkeypatch, deaths, part) -> None:
 
 def test_a_failing_handler_does_not_stop_the_loop(service, connect, monkeypatch) -> None:
     subscriber, engine = connect(), connect()
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     subscriber.send(Subscribe(0))
     receive_view(subscriber, lambda _view: True)
     handle, failed = service._state_machine.on_message, []
@@ -247,7 +246,7 @@ def test_a_stalled_coordinator_keeps_its_subscribers() -> None:
         subscriber.send(Subscribe(0))
         receive_view(subscriber, lambda _view: True)
         runtime.jumped_s += 100.0
-        service.join([member(0)], SOON_S)
+        service.join([member(0)], HANG_S)
         receive_view(subscriber, lambda view: view.roster.ranks == [0])
     finally:
         service.stop()
@@ -265,7 +264,7 @@ def test_a_coordinator_forgets_engines_that_are_gone() -> None:
     try:
         for each in (stays, goes):
             engine.send(EngineHello(each))
-        service.join([stays, unheard], SOON_S)
+        service.join([stays, unheard], HANG_S)
         wait_until(service, lambda: service._peers.keys() == {1, 2})
         service.pause(ManagerId())
         assert service._unsent.keys() == {unheard.incarnation}
@@ -328,7 +327,7 @@ def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
         subscriber.send(Subscribe(index))
         receive_view(subscriber, lambda _view: True)
     for step in (
-        lambda: service.join([member(0), member(1)], SOON_S).roster,
+        lambda: service.join([member(0), member(1)], HANG_S).roster,
         lambda: service.leave([1]),
         lambda: service.remove_failed([1]),
     ):
@@ -338,7 +337,7 @@ def test_a_roster_change_reaches_every_subscriber(service, connect) -> None:
 
 
 def test_a_report_reaches_the_subscribers(service, connect) -> None:
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     subscriber, engine = connect(), connect()
     subscriber.send(Subscribe(0))
     report = EngineReport(0, running=3, waiting=2, kv_usage=0.25, steps=7)
@@ -355,7 +354,7 @@ def test_each_ingress_receives_the_counts_of_all_others(service) -> None:
         outlet: Outlet[IngressMessage] = Outlet(service.address, IngressMessage, service.keys)
         try:
             outlet.send(Subscribe(index, counts={"n": [total]}))
-            deadline = time.monotonic() + SOON_S
+            deadline = time.monotonic() + HANG_S
             while time.monotonic() < deadline:
                 message = outlet.receive(0.5)
                 if isinstance(message, OtherIngressCounts):
@@ -375,7 +374,7 @@ def test_without_subscription_nothing_is_sent(service, connect) -> None:
     engine, subscriber = connect(), connect()
     subscriber.send(Subscribe(0))
     engine.send(EngineReport(0))
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     receive_view(subscriber, lambda view: view.roster.ranks == [0])
     assert engine.receive(0.0) is None
 
@@ -386,7 +385,7 @@ def test_an_ingress_that_missed_a_roster_receives_it(service, connect) -> None:
     subscriber = connect()
     subscriber.send(Subscribe(1))
     receive_view(subscriber, lambda _view: True)
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     current = receive_view(subscriber, lambda view: view.roster.ranks == [0])
     subscriber.view = ClusterView(Roster())  # as if the view had been lost
     subscriber.send(Subscribe(1, 0))
@@ -405,7 +404,7 @@ def test_a_publication_is_encoded_once_for_all(service, connect, monkeypatch) ->
         subscriber.send(Subscribe(number))
         receive_view(subscriber, lambda _view: True)
     monkeypatch.setattr(channel, "encode", counted)
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     for subscriber in subscribers:
         receive_view(subscriber, lambda view: view.roster.ranks == [0])
     assert encoded.count("ClusterView") == 1
@@ -420,7 +419,7 @@ def test_heartbeats_are_sent_without_changes(service, connect) -> None:
 
 def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
     """Views are published while an engine reports continuously."""
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     subscriber = connect()
     subscriber.send(Subscribe(0))
     quiet = threading.Event()
@@ -438,7 +437,7 @@ def test_continuous_reports_do_not_hold_views_back(service, connect) -> None:
     thread.start()
     try:
         seen: list[int] = []
-        end = time.monotonic() + SOON_S
+        end = time.monotonic() + HANG_S
         while len(set(seen)) < 4 and time.monotonic() < end:
             view = subscriber.receive(0.1)
             seen += [report.steps for report in view.reports.engines] if view else []
@@ -458,12 +457,12 @@ def test_garbage_and_gone_subscribers_are_ignored(service, connect) -> None:
     for nonsense in (b"", b"\x93\x01\xa1\xff", b"\x91\x63", b"\xc1"):
         subscriber.send(msgspec.Raw(nonsense))
     subscriber.send(Subscribe(0))
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     assert receive_view(subscriber, lambda view: view.roster.epoch == 1)
 
 
 def test_a_malformed_message_is_dropped(service, connect) -> None:
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     engine, subscriber = connect(), connect()
     engine.send(EngineReport(0, wave_phase=99))
     engine.send(EngineReport(0, steps=5))
@@ -478,7 +477,7 @@ def test_commands_reach_the_current_engine_of_a_rank(connect_to) -> None:
     joins: list[threading.Thread] = []
     for incarnation in (1, 2):
         engine = msgspec.structs.replace(member(0), incarnation=incarnation)
-        joins.append(threading.Thread(target=service.join, args=([engine], SOON_S)))
+        joins.append(threading.Thread(target=service.join, args=([engine], HANG_S)))
         outlet = connect()
         if incarnation == 1:
             outlet.send(EngineHello(engine))
@@ -490,7 +489,7 @@ def test_commands_reach_the_current_engine_of_a_rank(connect_to) -> None:
         assert isinstance(command, ReconfigureDistributedRequest), command
         outlet.send(Joined(0, incarnation, command.epoch))
         assert isinstance(next_command(outlet), Resume)
-        joins[-1].join(SOON_S)
+        joins[-1].join(HANG_S)
         assert service.view().roster.ranks == [0]
         service.remove_failed([0])
 
@@ -500,7 +499,7 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
     coordinator does not know the epoch of its group."""
     service, connect = connect_to
     engine, outlet = member(0), connect()
-    joining = threading.Thread(target=service.join, args=([engine], SOON_S))
+    joining = threading.Thread(target=service.join, args=([engine], HANG_S))
     joining.start()
     while 0 not in service._state_machine.joining:
         time.sleep(0.001)
@@ -512,7 +511,7 @@ def test_an_engine_that_has_introduced_itself_to_a_predecessor_does_so_again(con
         assert command is not None, "no group was formed"
     assert command.epoch > 5
     outlet.send(Joined(0, engine.incarnation, command.epoch))
-    joining.join(SOON_S)
+    joining.join(HANG_S)
     assert service.view().roster.ranks == [0]
 
 
@@ -522,15 +521,15 @@ def test_an_engine_that_reports_before_its_hello_is_requested_to_send_it(connect
     service, connect = connect_to
     first, others = member(1), connect()
     others.send(EngineHello(first))
-    joining = threading.Thread(target=service.join, args=([first], SOON_S))
+    joining = threading.Thread(target=service.join, args=([first], HANG_S))
     joining.start()
     command = next_command(others)
     assert isinstance(command, ReconfigureDistributedRequest)
     others.send(Joined(1, first.incarnation, command.epoch))
     assert isinstance(next_command(others), Resume)
-    joining.join(SOON_S)
+    joining.join(HANG_S)
     late, outlet = msgspec.structs.replace(member(0), incarnation=2), connect()
-    joining = threading.Thread(target=service.join, args=([late], SOON_S))
+    joining = threading.Thread(target=service.join, args=([late], HANG_S))
     joining.start()
     while 0 not in service._state_machine.joining:
         time.sleep(0.001)
@@ -548,7 +547,7 @@ def test_an_engine_that_reports_before_its_hello_is_requested_to_send_it(connect
         assert command is not None, "it follows no group"
     for each, engine in ((outlet, late), (others, first)):
         each.send(Joined(engine.rank, engine.incarnation, command.epoch))
-    joining.join(SOON_S)
+    joining.join(HANG_S)
     assert service.view().roster.ranks == [0, 1]
 
 
@@ -561,13 +560,13 @@ def test_an_engine_that_was_removed_learns_it_from_the_answer_to_its_report(conn
     for engine, outlet in zip(engines, outlets, strict=True):
         outlet.send(EngineHello(engine))
     wait_until(service, lambda: len(service._peers) == len(engines))
-    joining = threading.Thread(target=service.join, args=(engines, SOON_S))
+    joining = threading.Thread(target=service.join, args=(engines, HANG_S))
     joining.start()
     for engine, outlet in zip(engines, outlets, strict=True):
         command = next_command(outlet)
         assert isinstance(command, ReconfigureDistributedRequest)
         outlet.send(Joined(engine.rank, engine.incarnation, command.epoch))
-    joining.join(SOON_S)
+    joining.join(HANG_S)
     service.remove_failed([1])
     again, stopped = connect(), int(Phase.STOPPED)
     again.send(EngineReport(1, engines[1].incarnation, epoch=command.epoch, wave_phase=stopped))
@@ -602,11 +601,11 @@ def test_the_managers_state_survives_manager_and_coordinator(service) -> None:
     for rank, state in enumerate((older, newest, older)):
         engines.append(Outlet(service.address, EngineCommand, service.keys))
         engines[-1].send(EngineHello(member(rank), roster_epoch=5, manager_state=state))
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while service.membership().manager_state != newest or service.view().roster.epoch <= 5:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    told = [engine.receive(SOON_S) for engine in engines]
+    told = [engine.receive(HANG_S) for engine in engines]
     assert all(isinstance(each, CoordinatorHeartbeat) for each in told)
     assert service.save_manager_state(older) == newest
     for engine in engines:
@@ -617,14 +616,14 @@ def test_the_managers_state_survives_manager_and_coordinator(service) -> None:
     "command",
     [
         lambda service, manager: service.pause(manager),
-        lambda service, manager: service.join([member(1)], SOON_S, manager),
+        lambda service, manager: service.join([member(1)], HANG_S, manager),
         lambda service, manager: service.leave([0], manager),
-        lambda service, manager: service.detach([0], SOON_S, manager),
+        lambda service, manager: service.detach([0], HANG_S, manager),
         lambda service, manager: service.remove_failed([0], manager),
     ],
 )
 def test_a_manager_that_no_longer_leads_changes_nothing(service, command) -> None:
-    service.join([member(0)], SOON_S)
+    service.join([member(0)], HANG_S)
     first, second = (
         ManagerState(DesiredState("first", term=1)),
         ManagerState(DesiredState("second", term=2)),
@@ -653,7 +652,7 @@ def test_a_kept_leaving_engine_is_not_removed_at_its_deadline() -> None:
         while not machine.detached:
             time.sleep(0.005)
         assert service.cancel_leave([1]).ranks == [0, 1]
-        going.join(SOON_S)
+        going.join(HANG_S)
         runtime.jumped_s += 200.0
         assert not going.is_alive()
         assert service.view().roster.ranks == [0, 1]
@@ -664,14 +663,14 @@ def test_a_kept_leaving_engine_is_not_removed_at_its_deadline() -> None:
 def test_an_engine_that_was_idle_only_under_an_earlier_roster_stays(service) -> None:
     """An engine that was idle under an earlier roster is not detached: a request may have moved to
     it since."""
-    service.join([member(0), member(1)], SOON_S)
+    service.join([member(0), member(1)], HANG_S)
     idle_epoch = service.leave([1]).epoch
     service.leave([0])
     before = service.view().roster
     assert before.epoch > idle_epoch
-    assert service.detach([1], SOON_S, ManagerId(), idle_epoch) == before
+    assert service.detach([1], HANG_S, ManagerId(), idle_epoch) == before
     assert service.view().roster == before
-    assert service.detach([1], SOON_S, ManagerId(), before.epoch).ranks == [0]
+    assert service.detach([1], HANG_S, ManagerId(), before.epoch).ranks == [0]
 
 
 def test_a_coordinator_on_another_host_listens_until_its_peers_detected_the_loss() -> None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tests.e2e.cluster import ROOT
+from tests.support.deadlines import HANG_S
 
 BASE = "docker.io/library/debian:bookworm-slim"
 MIRROR = "http://deb.debian.org/debian"
@@ -172,4 +173,4 @@ class Inside:
 
     def _done(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         full = [*self._enter, *command]
-        return subprocess.run(full, capture_output=True, text=True, timeout=120)
+        return subprocess.run(full, capture_output=True, text=True, timeout=HANG_S)

@@ -61,7 +61,9 @@ def deploy(**overrides: Any) -> int:
     manager = serve.get_deployment_handle("Manager", "again")
 
     def meet() -> Contact | None:
-        found: Contact | None = manager.contact.remote(cluster_id_of(config)).result(timeout_s=30)
+        found: Contact | None = manager.contact.remote(cluster_id_of(config)).result(
+            timeout_s=HANG_S
+        )
         return found
 
     return until(meet, "a manager of this configuration").port
@@ -97,7 +99,7 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 def get(port: int, path: str) -> dict[str, Any] | None:
     try:
-        answer = HTTP.get(f"http://127.0.0.1:{port}{path}", timeout=60)
+        answer = HTTP.get(f"http://127.0.0.1:{port}{path}", timeout=HANG_S)
     except httpx.TransportError:
         return None
     return answer.json() if answer.status_code == 200 else None
@@ -151,7 +153,7 @@ def test_a_redeployment_replaces_engines_and_keeps_the_port(own_ray: None) -> No
     until(lambda: max_model_len(port) == 512, "the new one answers")
     until(lambda: listeners(port) == INGRESSES, "old ingresses end")
     body = {"model": "nano", "prompt": [7] * 600, "max_tokens": 1}
-    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=HANG_S)
     assert answer.status_code == 400 and "512" in answer.text
 
     before = sockets(port)

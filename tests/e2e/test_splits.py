@@ -42,7 +42,9 @@ def assert_equal_to_transformers(
     served: set[str] = set()
 
     async def answer_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none") as api:
+        async with openai.AsyncOpenAI(
+            base_url=cluster.url + "/v1", api_key="none", timeout=HANG_S
+        ) as api:
 
             async def complete(prompt: str) -> str:
                 answer = await api.chat.completions.with_raw_response.create(

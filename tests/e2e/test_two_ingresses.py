@@ -120,7 +120,7 @@ def stream_while_its_engine_dies(cluster: Cluster) -> tuple[str, dict[str, Any]]
         "include_timings": True,
     }
     url = f"{cluster.url}/v1/completions"
-    with httpx.stream("POST", url, json=payload, headers=CALLER, timeout=120) as answer:
+    with httpx.stream("POST", url, json=payload, headers=CALLER, timeout=HANG_S) as answer:
         assert answer.status_code == 200
         os.kill(pids[answer.headers["x-swell-engine"]], signal.SIGKILL)
         lines = [line for line in answer.iter_lines() if line.startswith("data: {")]
@@ -218,7 +218,7 @@ def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dic
     deadline = time.monotonic() + HANG_S
     while True:
         try:
-            answer = httpx.post(f"{cluster.url}/v1/completions", json=payload, timeout=120)
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=payload, timeout=HANG_S)
         except httpx.TransportError:
             assert time.monotonic() < deadline
             continue
@@ -267,5 +267,5 @@ def test_a_session_survives_all_processes_that_serve_it(cluster: Cluster) -> Non
         assert answer["choices"][0]["token_ids"] == whole[end : end + 40], number
         start = end + 40
     assert cluster.get(f"/v1/sessions/{session}").json()["tokens"] == len(whole)
-    ended = httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=60)
+    ended = httpx.delete(f"{cluster.url}/v1/sessions/{session}", timeout=HANG_S)
     assert ended.json()["deleted"] is True

@@ -103,10 +103,10 @@ class LockedCluster(Cluster):
         super().__init__(*arguments, *(f"{name}={path}" for name, path in files))
 
     def get(self, path: str) -> httpx.Response:
-        return HTTP.get(self.url + path, headers=self._headers(path), timeout=60)
+        return HTTP.get(self.url + path, headers=self._headers(path), timeout=HANG_S)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return HTTP.post(self.url + path, json=body, headers=self._headers(path), timeout=120)
+        return HTTP.post(self.url + path, json=body, headers=self._headers(path), timeout=HANG_S)
 
     def _headers(self, path: str) -> dict[str, str]:
         return {"authorization": f"Bearer {self.keys[path.startswith('/admin')]}"}
@@ -181,7 +181,7 @@ def run_with_token(address: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=HANG_S,
     )
 
 

@@ -27,8 +27,7 @@ from swell.worker.wire import (
     SchedulerOutput,
 )
 from tests.engine.executor.fake_worker import VOCAB, FakeExecutor, FakeWorker
-
-SOON_S = 60.0
+from tests.support.deadlines import HANG_S
 
 
 @dataclass
@@ -68,7 +67,7 @@ class LockstepExecutor(FakeExecutor):
 
     def regroup(self, groups: GroupPlan) -> list[Regrouped]:
         self.abort()
-        self.hold_forming.wait(SOON_S)
+        self.hold_forming.wait(HANG_S)
         with self._shared.changed:
             group = Group(groups.engines)
             if groups.engines > 1:
@@ -82,7 +81,7 @@ class LockstepExecutor(FakeExecutor):
             group.joined.add(groups.index)
             self._shared.changed.notify_all()
             done = self._shared.changed.wait_for(
-                lambda: group.broken or len(group.joined) == group.engines, SOON_S
+                lambda: group.broken or len(group.joined) == group.engines, HANG_S
             )
             if group.broken or not done:
                 raise GroupBroken(f"epoch {groups.epoch} did not form")
@@ -164,7 +163,7 @@ class Engine:
     def stop(self) -> None:
         self.server.stop()
         self.executor.abort()
-        self.thread.join(SOON_S)
+        self.thread.join(HANG_S)
         assert not self.thread.is_alive()
 
 
@@ -214,7 +213,7 @@ class Cluster:
 
     def join(self, *ranks: int) -> None:
         self.start(*ranks)
-        self.service.join([self.engines[rank].server.member for rank in ranks], SOON_S)
+        self.service.join([self.engines[rank].server.member for rank in ranks], HANG_S)
 
     def stop(self, rank: int) -> None:
         self.engines.pop(rank).stop()
@@ -246,7 +245,7 @@ class Cluster:
 
     def until(self, done: object) -> None:
         """Receives messages until `done()` is true."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while not done():  # type: ignore[operator]
             assert time.monotonic() < deadline, self.describe()
             self.receive()

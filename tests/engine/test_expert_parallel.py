@@ -25,13 +25,11 @@ from swell.engine.serving.server import EngineServer
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, FinishReason
 from swell.worker.sampler_wire import PromptLogprobs, RoutedExperts, SamplerParams, TokenLogprobs
 from tests.engine.drafts.planted_drafts import plant
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
 NANO_MOE = Path(__file__).resolve().parents[2] / "configs" / "models" / "nano-moe"
-SOON_S = 120.0
-"""A timeout in seconds; on a busy machine two engines that share experts take half a second a
-step."""
 PROMPTS = [[5, 6, 7, 8 + index] for index in range(4)]
 
 
@@ -69,7 +67,7 @@ class Engine:
         tokens: dict[str, list[int]] = {}
         ended: set[str] = set()
         while len(ended) < count:
-            message = self.outlet.receive(SOON_S)
+            message = self.outlet.receive(HANG_S)
             assert message is not None, "no answer"
             for output in message.outputs:
                 name = output.request_id
@@ -91,7 +89,7 @@ class Engine:
             return
         self._is_stopped = True
         self.server.stop()
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while self._thread.is_alive() and time.monotonic() < deadline:
             self.server.core.executor.abort()  # also aborts a group that it was forming
             self._thread.join(0.5)
@@ -109,7 +107,7 @@ def config() -> Config:
             "model.device": "cpu",
             "model.cpu_threads": 1,
             "cache.memory_bytes": 20_000_000,
-            "cluster.stall_timeout_s": SOON_S,  # no client here sends keep-alives
+            "cluster.stall_timeout_s": HANG_S,  # no client here sends keep-alives
         },
     )
 
@@ -157,10 +155,10 @@ def test_an_answer_does_not_depend_on_the_number_of_engines(
     changes."""
     config = structs.replace(config, parallel=structs.replace(config.parallel, **balance))
     first = start(0, config)
-    service.join([first.server.member], SOON_S)
+    service.join([first.server.member], HANG_S)
     alone = answers("a", first)
     second = start(1, config)
-    service.join([second.server.member], SOON_S)
+    service.join([second.server.member], HANG_S)
     assert answers("b", first, second) == alone
     layers = first.server.core.executor._worker.model.moe_layers()
     assert any(layer.owners is not None for layer in layers) == bool(balance)
@@ -175,10 +173,10 @@ def test_routed_experts_of_engines_that_share_experts(config, service, start) ->
     """Routed experts have the model's expert numbers, wherever an expert is placed."""
     config = structs.replace(config, model=structs.replace(config.model, routed_experts=True))
     first = start(0, config)
-    service.join([first.server.member], SOON_S)
+    service.join([first.server.member], HANG_S)
     alone = answers("a", first)
     second = start(1, config)
-    service.join([second.server.member], SOON_S)
+    service.join([second.server.member], HANG_S)
     assert answers("b", first, second) == alone
     for index, prompt in enumerate(PROMPTS):
         routes = (first, second)[index % 2].routes[f"b{index}"]
@@ -191,7 +189,7 @@ def test_drafts_of_engines_that_share_experts(config, service, start, method: st
     """With drafts, an engine computes several tokens of a row while the other one computes one or
     none. A draft model has all its experts and is in no group."""
     plain = start(0)
-    service.join([plain.server.member], SOON_S)
+    service.join([plain.server.member], HANG_S)
     alone = answers("a", plain)
     plain.stop()
     service.remove_failed([0])
@@ -202,7 +200,7 @@ def test_drafts_of_engines_that_share_experts(config, service, start, method: st
     engines = [start(rank, config) for rank in (1, 2)]
     for engine in engines if method == "ngram" else ():
         plant(engine.server.core, "mixed", lambda core: known[tuple(core.prompt_token_ids)])
-    service.join([engine.server.member for engine in engines], SOON_S)
+    service.join([engine.server.member for engine in engines], HANG_S)
     assert answers("b", *engines) == alone
     drafters = [engine.server.core.scheduler.drafter for engine in engines]
     counts = [(drafter.num_accepted, drafter.num_drafts) for drafter in drafters]

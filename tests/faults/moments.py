@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from tests.faults.cluster_monitor import AlreadyPassed, ClusterMonitor, NotReached
 from tests.faults.load import DECODE, PREFILL, Load, Shape
+from tests.support.deadlines import HANG_S
 
-_LIMIT_S = 60.0
 _POLL_S = 0.01
 _BUSY_SHARE = 0.75
 """The share of the streams that counts as all of them."""
@@ -37,10 +37,10 @@ async def until_streaming(load: Load, share: float) -> None:
 
 
 async def _until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not true():
         if time.monotonic() > deadline:
-            raise NotReached(f"{what}: not within {_LIMIT_S:g} s")
+            raise NotReached(f"{what}: not within {HANG_S:g} s")
         await asyncio.sleep(_POLL_S)
 
 
@@ -64,9 +64,9 @@ async def _decode(_monitor: ClusterMonitor, load: Load) -> None:
 def _rescale(phase: str) -> Callable[[ClusterMonitor, Load], Awaitable[None]]:
     async def reach(monitor: ClusterMonitor, load: Load) -> None:
         await _decode(monitor, load)
-        wanted = (await monitor.wait_for_state(_LIMIT_S)).target + 1
+        wanted = (await monitor.wait_for_state(HANG_S)).target + 1
         await monitor.post("/admin/scale", {"engines": wanted})
-        deadline = time.monotonic() + _LIMIT_S
+        deadline = time.monotonic() + HANG_S
         begun = False
         while time.monotonic() < deadline:
             state = await monitor.get_state()
@@ -84,7 +84,7 @@ async def _wave_start(monitor: ClusterMonitor, load: Load) -> None:
     """The first steps of a wave, started by idle engines."""
     steps = await _steps(monitor)
     load.start()
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while await _steps(monitor) == steps:
         if time.monotonic() > deadline:
             raise NotReached("no engine began to step")

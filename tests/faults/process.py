@@ -22,10 +22,11 @@ import httpx
 from tests.support import reaper
 from tests.support.deadlines import HANG_S
 
-_IDLE_S = 30
 _LISTEN = "0A"
 """The state of a listening socket in `/proc/net/tcp`."""
-HTTP = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
+HTTP = httpx.Client(
+    trust_env=False, limits=httpx.Limits(max_keepalive_connections=0), timeout=HANG_S
+)
 """An HTTP client with a connection for each request, as `httpx.get`. That function reads all
 certificates each time: 45 ms of processor time, which a cluster needs."""
 _SWELL = (sys.executable, "-m", "swell.cluster")
@@ -108,14 +109,14 @@ class Cluster:
         raise ClusterFailed(f"no line {start!r} in:\n" + "\n".join(self.lines))
 
     def get(self, path: str) -> httpx.Response:
-        return HTTP.get(self.url + path, timeout=60)
+        return HTTP.get(self.url + path, timeout=HANG_S)
 
     def post(self, path: str, body: object) -> httpx.Response:
-        return HTTP.post(self.url + path, json=body, timeout=120)
+        return HTTP.post(self.url + path, json=body, timeout=HANG_S)
 
     def wait_idle(self) -> None:
         """Waits until every engine reports that all its slots and blocks are free."""
-        deadline = time.monotonic() + _IDLE_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             engines = self.get("/admin/idle").json()["engines"]
             if engines and all(engine["idle"] for engine in engines):

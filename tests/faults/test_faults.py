@@ -34,6 +34,7 @@ from tests.faults.load import DECODE, PREFILL, Answer, Load, compare, make_reque
 from tests.faults.process import alive, listeners, title
 from tests.faults.report import Result
 from tests.faults.trial import Cell
+from tests.support.deadlines import HANG_S
 
 REQUESTS = make_requests("fake", 12, load.Shape((2, 5), (3, 9)), seed=3)
 
@@ -349,7 +350,7 @@ def test_signals_have_the_effect_of_their_names(
         if action == "stop":
             os.waitpid(pid, os.WUNTRACED)
             assert condition(pid) == "T"
-    assert sleeper.wait(timeout=60) == -signal.SIGKILL
+    assert sleeper.wait(timeout=HANG_S) == -signal.SIGKILL
     assert not alive(pid)
     assert (effects["slow"].expects_no_restart, effects["slow"].victims) == (True, frozenset())
     assert [effects[action].victims for action in ("stop", "kill")] == [{pid}, {pid}]
@@ -373,7 +374,7 @@ def test_processes_killed_together_are_all_found_before_the_first_signal(
     try:
         effect = asyncio.run(act(monitor, state, random.Random(0)))
         assert effect.victims == {sleeper.pid, other.pid}
-        assert (sleeper.wait(timeout=60), other.wait(timeout=60)) == (-9, -9)
+        assert (sleeper.wait(timeout=HANG_S), other.wait(timeout=HANG_S)) == (-9, -9)
     finally:
         other.kill()
         other.wait()

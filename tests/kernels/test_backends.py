@@ -18,6 +18,7 @@ import torch
 
 from swell.kernels import backends
 from tests.kernels.load import load_backend
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,7 @@ def test_without_what_triton_needs_one_line_is_logged_and_the_reference_is_used(
         "    print(backends.get(name, 'cuda').__name__)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert done.stdout.split() == [f"swell.kernels.reference.{x}" for x in backends.OPERATIONS]
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("LOG")]

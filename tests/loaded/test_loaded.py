@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.loaded.__main__ import BUSY, STALLS
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
 
 THREADS = """
@@ -30,7 +31,7 @@ def run(program: str, **environment: str) -> str:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     return done.stdout

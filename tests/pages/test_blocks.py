@@ -25,6 +25,7 @@ from swell.configs.schema import ConfigError, load
 from tests.faults.__main__ import parser as faults_parser
 from tests.pages.blocks import LANGUAGES, Block, blocks, blocks_of, commands, page_commands
 from tests.pages.curl import request_of
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
 
 OTHER_PROGRAMS = {
@@ -47,7 +48,6 @@ OTHER_CONFIGURATIONS = {"docs/operate/proxy.md": "Envoy reads it"}
 RUN = {"README.md", "docs/guide/quickstart.md"}
 """The pages whose Python is run. That of other pages needs a model, a client or tensors of the
 reader, so its syntax and its calls of `LLM` are checked."""
-TIMEOUT_S = 400
 
 
 def of_language(language: str) -> list[Any]:
@@ -177,7 +177,7 @@ def test_python_of_the_first_pages_runs() -> None:
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=HANG_S,
         )
         assert run.returncode == 0, run.stderr
         assert run.stdout == "nettik\n"

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 OF_A_SERVER = ("stream", "tools", "session", "rescale")
-TIMEOUT_S = 400
-"""Time limit in seconds for one example on a busy machine."""
 
 
 def run_example(name: str, *arguments: str) -> str:
@@ -21,7 +20,7 @@ def run_example(name: str, *arguments: str) -> str:
         [sys.executable, EXAMPLES / f"{name}.py", *arguments],
         capture_output=True,
         text=True,
-        timeout=TIMEOUT_S,
+        timeout=HANG_S,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return run.stdout

@@ -14,11 +14,11 @@ import pytest
 
 from tests.faults.process import alive
 from tests.support import reaper
+from tests.support.deadlines import HANG_S
 from tests.test_layers import ROOT
 
 pytestmark = pytest.mark.skipif(not reaper.is_possible(), reason="needs Linux")
 
-LIMIT_S = 30.0
 SLEEPER = "import time; time.sleep(600)"
 STARTS_ANOTHER = f"""
 import subprocess, sys
@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 def until(true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + HANG_S
     while not true():
         assert time.monotonic() < deadline, what
         time.sleep(0.05)

@@ -19,6 +19,7 @@ from swell.engine.wire import EngineCoreRequest
 from swell.worker.lora import AdapterNotLoaded, Adapters
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import AdapterLoaded, LoadAdapter
+from tests.support.deadlines import HANG_S
 from tests.support.weights import adapters
 from tests.worker.test_lora import GREEDY, KINDS, PROMPTS, Folders, ids_of
 
@@ -241,7 +242,7 @@ def test_an_adapter_that_moves_to_another_slot_survives_the_reuse_of_the_old_one
         }
         for place, name in ((0, "all"), (1, "all"), (0, "mlp"), (0, "mlp"), (1, "mixed")):
             worker.load_adapter(LoadAdapter(place, made[name]), answers.put)
-            assert answers.get(timeout=60) == AdapterLoaded(0, made[name].digest)
+            assert answers.get(timeout=HANG_S) == AdapterLoaded(0, made[name].digest)
             assert worker.adapters.number_of(made[name].digest) == place
         for name in ("all", "attention"):
             with pytest.raises(AdapterNotLoaded):

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from swell.configs.runtime.cgroups import CpuQuota, MemoryLimit, cpu_quota, memory_limit
 from swell.configs.runtime.process import available_cores, available_memory_bytes
 from swell.configs.runtime.promised_memory import Promised, promised_bytes
+from tests.support.deadlines import HANG_S
 
 GIB = 2**30
 V1_NO_LIMIT = "9223372036854771712"
@@ -235,7 +236,7 @@ def run_in(group: Path) -> tuple[int, int]:
     """Returns the worker memory and cores that a new process of this group detects."""
     enter = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
     command = [sys.executable, "-c", enter + PROBE]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     memory, cores = done.stdout.split()
     return int(memory), int(cores)
 

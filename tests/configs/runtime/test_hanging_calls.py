@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from swell.configs.runtime.hanging_calls import HangingCalls, TooManyCalls, within
+from tests.support.deadlines import HANG_S
 
 LIMIT = 2
-SOON_S = 60.0
 
 
 def test_a_call_without_a_thread_does_not_count_as_running(
@@ -25,24 +25,24 @@ def test_a_call_without_a_thread_does_not_count_as_running(
         for _ in range(LIMIT + 1):
             with pytest.raises(TooManyCalls, match="can't start new thread"):
                 calls.submit(lambda: 1)
-    assert calls.submit(lambda: 1).result(SOON_S) == 1
+    assert calls.submit(lambda: 1).result(HANG_S) == 1
 
 
 def test_a_hanging_call_counts_until_it_returns() -> None:
     calls, ends = HangingCalls("test", LIMIT), threading.Event()
-    hanging = [calls.submit(lambda: ends.wait(SOON_S)) for _ in range(LIMIT)]
+    hanging = [calls.submit(lambda: ends.wait(HANG_S)) for _ in range(LIMIT)]
     with pytest.raises(TooManyCalls, match="2 reads"):
         calls.submit(lambda: True)
     ends.set()
-    assert all(call.result(SOON_S) for call in hanging)
-    assert calls.submit(lambda: True).result(SOON_S)
+    assert all(call.result(HANG_S) for call in hanging)
+    assert calls.submit(lambda: True).result(HANG_S)
 
 
 def test_a_failed_call_frees_its_place() -> None:
     calls = HangingCalls("test", 1)
     for _ in range(3):
         with pytest.raises(ZeroDivisionError):
-            calls.submit(lambda: 1 / 0).result(SOON_S)
+            calls.submit(lambda: 1 / 0).result(HANG_S)
 
 
 def test_a_result_or_an_error_is_returned() -> None:

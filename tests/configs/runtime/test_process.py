@@ -11,6 +11,7 @@ import pytest
 
 from swell.configs.runtime.process import LOOP_FAILED_EXIT_CODE, exit_on_error, exit_on_error_async
 from tests.conftest import Deaths
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,7 @@ def fail() -> None:
 
 def test_the_process_exits_with_a_log_line_while_its_main_thread_sleeps() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == LOOP_FAILED_EXIT_CODE != 0
     first, *traceback = done.stderr.splitlines()
@@ -49,7 +50,7 @@ def test_the_process_exits_although_its_log_is_not_writable() -> None:
     done = subprocess.run(
         [sys.executable, "-c", f"import sys{program}"],
         capture_output=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == LOOP_FAILED_EXIT_CODE

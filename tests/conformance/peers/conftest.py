@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.conformance.in_process_server import MODEL, InProcessServer, start_in_process_server
+from tests.support.deadlines import HANG_S
 
 MAX_MODEL_LEN = 2048
 Post = Callable[..., httpx.Response]
@@ -40,7 +41,9 @@ def client(in_process_server: InProcessServer) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="package")
 def claude(in_process_server: InProcessServer) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=in_process_server.url, api_key="k", max_retries=0) as client:
+    with anthropic.Anthropic(
+        base_url=in_process_server.url, api_key="k", timeout=HANG_S, max_retries=0
+    ) as client:
         yield client
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.deadlines import HANG_S
+
 ROOT = Path(__file__).resolve().parents[3]
 BIN = ROOT / ".venv" / "bin"
 NANO = ROOT / "configs" / "models" / "nano"
@@ -60,7 +62,7 @@ def pooled_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return Path(os.environ["SWELL_POOLED"])
     folder = tmp_path_factory.mktemp("pooled")
     command = [BIN / "python", "-m", "tests.support.weights.pooled_models", folder]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S)
     return folder
 
 
@@ -110,7 +112,7 @@ def prefer(url: str) -> Callable[[str], dict[str, int]]:
 
     def bias(character: str) -> dict[str, int]:
         asked = {"model": "nano", "prompt": character}
-        answer = httpx.post(f"{url}/tokenize", json=asked, timeout=60)
+        answer = httpx.post(f"{url}/tokenize", json=asked, timeout=HANG_S)
         return {str(answer.raise_for_status().json()["tokens"][-1]): 100}
 
     return bias

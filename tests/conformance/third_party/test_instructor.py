@@ -15,6 +15,8 @@ from instructor import Mode
 from instructor.core import IncompleteOutputException, InstructorRetryException
 from pydantic import BaseModel, ValidationInfo, field_validator
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 FORMS = [Mode.TOOLS, Mode.TOOLS_STRICT, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS]
@@ -25,7 +27,7 @@ class Client:
     """instructor's client in one mode, with the requests that it has sent."""
 
     def __init__(self, url: str, mode: Mode) -> None:
-        raw = openai.OpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+        raw = openai.OpenAI(base_url=f"{url}/v1", api_key="k", timeout=HANG_S, max_retries=0)
         self._instructor = instructor.from_openai(raw, mode=mode)
         self._instructor.on("completion:kwargs", self._keep)
         self._limit = "max_output_tokens" if mode is Mode.RESPONSES_TOOLS else "max_tokens"

@@ -16,6 +16,8 @@ import pytest
 from conftest import serve
 from lm_eval.api.task import ConfigurableTask
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 WORDS = Path(__file__).parent / "tasks" / "words.jsonl"
@@ -81,7 +83,7 @@ def report(
     folder = tmp_path_factory.mktemp("files")
     with serve(nano, *(each.format(nano=nano, folder=folder) for each in settings)) as url:
         yield evaluate(url, nano, str(tmp_path_factory.mktemp("datasets")))
-        metrics = httpx.get(f"{url}/metrics", timeout=60).text
+        metrics = httpx.get(f"{url}/metrics", timeout=HANG_S).text
     values = re.findall(rf"^{metric}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
     assert sum(map(float, values)) > 0, metric
     assert any(folder.iterdir()) == (request.param == "prompts of another engine")

@@ -20,6 +20,8 @@ from agents import (
 from agents.result import RunResultBase
 from animal import PROMPT, Animal
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 set_tracing_disabled(True)
@@ -52,7 +54,7 @@ def answer(loop: asyncio.Runner, request: pytest.FixtureRequest) -> Callable[...
 
 @pytest.fixture(params=MODELS, ids=["chat", "responses"])
 def model(url: str, request: pytest.FixtureRequest) -> Any:
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", timeout=HANG_S, max_retries=0)
     return request.param(model="nano", openai_client=client)
 
 
@@ -161,7 +163,7 @@ def test_a_conversation_continues(model: Any, answer: Any) -> None:
 
 
 def test_stored_conversations(url: str, answer: Any) -> None:
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", timeout=HANG_S, max_retries=0)
     model = OpenAIResponsesModel(model="nano", openai_client=client)
     first = answer(agent(model, store=True), "upper: abc")
     assert first.last_response_id

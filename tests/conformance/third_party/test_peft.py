@@ -14,6 +14,8 @@ import torch
 from conftest import NANO, serve
 from transformers import AutoModelForCausalLM
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 PROMPTS = [[(7 * i + 3 * length) % 90 + 3 for i in range(length)] for length in (3, 17, 40)]
@@ -71,7 +73,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Judged:
 def client() -> Iterator[httpx.Client]:
     """Yields a client of a server with two workers per engine and fewer slots than adapters."""
     settings = ("lora.enabled=true", "lora.max_adapters=2", "parallel.tensor=2")
-    with serve(NANO, *settings) as url, httpx.Client(base_url=url, timeout=120) as client:
+    with serve(NANO, *settings) as url, httpx.Client(base_url=url, timeout=HANG_S) as client:
         yield client
 
 

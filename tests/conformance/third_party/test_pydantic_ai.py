@@ -18,6 +18,8 @@ from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 
@@ -48,7 +50,7 @@ def answer(loop: asyncio.Runner, request: pytest.FixtureRequest) -> Callable[...
 
 
 def openai_provider(url: str) -> OpenAIProvider:
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", timeout=HANG_S, max_retries=0)
     return OpenAIProvider(openai_client=client)
 
 
@@ -61,7 +63,7 @@ def responses(url: str) -> OpenAIResponsesModel:
 
 
 def messages(url: str) -> AnthropicModel:
-    client = anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0)
+    client = anthropic.AsyncAnthropic(base_url=url, api_key="k", timeout=HANG_S, max_retries=0)
     return AnthropicModel("nano", provider=AnthropicProvider(anthropic_client=client))
 
 

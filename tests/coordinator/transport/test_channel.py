@@ -32,11 +32,10 @@ from swell.coordinator.transport.channel import (
     this_machine,
 )
 from swell.coordinator.transport.ports import free_port
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 60.0
-"""A timeout that is only reached on failure, in seconds."""
 
 HOST = "127.0.0.7"
 NEVER_S = 0.2
@@ -54,7 +53,7 @@ def _nothing_is_left() -> Iterator[None]:
     channel._context_of(os.getpid()).socket(zmq.DEALER).close(linger=0)
     before = len(os.listdir("/proc/self/fd"))
     yield
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while len(os.listdir("/proc/self/fd")) > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/fd")) <= before, "a socket was left open"
@@ -85,7 +84,7 @@ def outlet(address: ChannelAddress, keys: ChannelKeys) -> Iterator[Outlet[str]]:
 def take(inbox: Inbox[str], count: int) -> list[tuple[bytes, str]]:
     """Returns the next `count` messages."""
     received: list[tuple[bytes, str]] = []
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while len(received) < count:
         assert time.monotonic() < deadline, f"{len(received)} of {count} messages came"
         received += inbox.receive(0.1)
@@ -104,7 +103,7 @@ def test_messages_keep_their_order_both_ways(inbox, outlet) -> None:
     (peer,) = {peer for peer, _ in received}
     for message in sent:
         inbox.send(peer, message)
-    assert [outlet.receive(SOON_S) for _ in sent] == sent
+    assert [outlet.receive(HANG_S) for _ in sent] == sent
 
 
 def test_each_peer_gets_its_own_answers(inbox, address, keys) -> None:
@@ -116,7 +115,7 @@ def test_each_peer_gets_its_own_answers(inbox, address, keys) -> None:
     for peer, message in received:
         inbox.send(peer, f"answer {message}")
     for index, outlet in enumerate(outlets):
-        assert outlet.receive(SOON_S) == f"answer {index}"
+        assert outlet.receive(HANG_S) == f"answer {index}"
         assert outlet.receive(0.0) is None
         outlet.close()
 
@@ -196,7 +195,7 @@ def test_an_inbox_that_closes_delivers_its_last_answer(keys) -> None:
     ((peer, _),) = take(inbox, 1)
     inbox.send(peer, "last messages")
     inbox.close()
-    assert outlet.receive(SOON_S) == "last messages"
+    assert outlet.receive(HANG_S) == "last messages"
     outlet.close()
 
 
@@ -220,7 +219,7 @@ def test_a_successor_waits_until_its_address_is_free(keys, taken) -> None:
     time.sleep(NEVER_S)
     assert not made.done()
     first.close()
-    second = made.result(SOON_S)
+    second = made.result(HANG_S)
     thread.join()
     same = "ipc" if taken == "name" else "tcp"
     assert getattr(second.address, same) == getattr(first.address, same)
@@ -282,7 +281,7 @@ def test_an_untrusted_peer_receives_nothing_and_is_harmless(
             untrusted_peer.send(msgspec.msgpack.encode("intruder"), zmq.NOBLOCK)
         assert list(inbox.receive(NEVER_S)) == []
         inbox.send(peer, "secret")
-        assert outlet.receive(SOON_S) == "secret"
+        assert outlet.receive(HANG_S) == "secret"
         assert not untrusted_peer.poll(NEVER_S * 1000)
         outlet.send("still here")
         assert take(inbox, 1) == [(peer, "still here")]
@@ -290,7 +289,7 @@ def test_an_untrusted_peer_receives_nothing_and_is_harmless(
 
 def test_bytes_of_another_protocol_are_harmless(inbox, outlet) -> None:
     host, _, port = inbox.address.tcp.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=SOON_S) as untrusted_peer:
+    with socket.create_connection((host, int(port)), timeout=HANG_S) as untrusted_peer:
         untrusted_peer.sendall(b"GET / HTTP/1.1\r\n\r\n" * 50)
         outlet.send("fine")
         assert [message for _, message in take(inbox, 1)] == ["fine"]
@@ -308,7 +307,7 @@ def test_an_async_outlet_sends_in_order(inbox, address, keys) -> None:
         received = take(inbox, 100)
         for peer, message in received:
             inbox.send(peer, message)
-        answers = [await asyncio.wait_for(queue.get(), SOON_S) for _ in range(100)]
+        answers = [await asyncio.wait_for(queue.get(), HANG_S) for _ in range(100)]
         outlet.close()
         return answers
 
@@ -332,7 +331,7 @@ def test_an_async_outlet_may_be_closed_twice(address, keys) -> None:
         asyncio.get_running_loop().add_reader(fd, came.set)
         outlet.close()
         os.write(writer, b"x")
-        await asyncio.wait_for(came.wait(), SOON_S)
+        await asyncio.wait_for(came.wait(), HANG_S)
         asyncio.get_running_loop().remove_reader(fd)
         for number in {reader, writer, fd}:
             os.close(number)
@@ -374,7 +373,7 @@ def test_sending_does_not_swallow_the_wake_up_of_a_message(inbox, address, keys)
             inbox.send(peer, str(i))
             time.sleep(0.05)  # the message arrives while this loop is busy
             outlet.send("x")
-            assert await asyncio.wait_for(waiting, SOON_S / 4) == str(i)
+            assert await asyncio.wait_for(waiting, HANG_S / 4) == str(i)
         outlet.close()
 
     asyncio.run(talk())
@@ -394,7 +393,7 @@ def test_checking_the_connection_does_not_swallow_the_wake_up(inbox, address, ke
             inbox.send(peer, str(i))
             time.sleep(0.05)  # the message arrives while this loop is busy
             assert outlet.is_connected()
-            assert await asyncio.wait_for(waiting, SOON_S / 4) == str(i)
+            assert await asyncio.wait_for(waiting, HANG_S / 4) == str(i)
         outlet.close()
 
     asyncio.run(talk())
@@ -440,7 +439,7 @@ def test_an_immediate_handshake_is_detected(
 
     async def scenario() -> None:
         outlet: AsyncOutlet[str] = AsyncOutlet(inbox.address, str, keys, lambda message: None)
-        async with asyncio.timeout(SOON_S):
+        async with asyncio.timeout(HANG_S):
             while not outlet.is_connected():
                 await asyncio.sleep(0.01)
         outlet.close()
@@ -468,7 +467,7 @@ def test_an_unanswered_connection_attempt_is_retried(silent_port: int) -> None:
         retried = outlet.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
         outlet.connect(f"tcp://{HOST}:{silent_port}")
         for _ in range(2):  # ZeroMQ sets the delay to the next attempt before each attempt
-            assert retried.poll(SOON_S * 1000), "it waits for TCP, for up to two minutes"
+            assert retried.poll(HANG_S * 1000), "it waits for TCP, for up to two minutes"
             assert recv_monitor_message(retried)["event"] == zmq.EVENT_CONNECT_RETRIED
         retried.close(linger=0)
         outlet.disable_monitor()

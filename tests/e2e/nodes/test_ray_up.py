@@ -152,7 +152,7 @@ def wait_until_both_serve(hosts: SshHosts) -> None:
 
 
 def get(hosts: SshHosts, host: int, path: str) -> httpx.Response:
-    return HTTP.get(f"http://{hosts.addresses[host]}:{PORT}{path}", timeout=60)
+    return HTTP.get(f"http://{hosts.addresses[host]}:{PORT}{path}", timeout=HANG_S)
 
 
 def ask(hosts: SshHosts, host: int, engine: int) -> str:
@@ -165,7 +165,7 @@ def ask(hosts: SshHosts, host: int, engine: int) -> str:
             "temperature": 0,
             "data_parallel_rank": engine,
         },
-        timeout=30,
+        timeout=HANG_S,
         trust_env=False,
     )
     assert answer.headers["x-swell-engine"] == str(engine), answer.text

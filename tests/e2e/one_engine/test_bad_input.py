@@ -7,6 +7,8 @@ import json
 import httpx
 import pytest
 
+from tests.support.deadlines import HANG_S
+
 pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
@@ -86,7 +88,7 @@ def test_a_wrong_field_is_named(cluster, path, body, status, param, words):
 def test_a_broken_body_is_refused(cluster, body, status):
     headers = {"content-type": "application/json"}
     try:
-        answer = httpx.post(cluster.url + TEXT, content=body, headers=headers, timeout=60)
+        answer = httpx.post(cluster.url + TEXT, content=body, headers=headers, timeout=HANG_S)
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         assert status == 413, "a server may close while a body that is too long is being sent"
     else:
@@ -102,7 +104,7 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
 
     try:
         headers = {"content-type": "application/json"}
-        answer = httpx.post(cluster.url + TEXT, content=parts(), headers=headers, timeout=60)
+        answer = httpx.post(cluster.url + TEXT, content=parts(), headers=headers, timeout=HANG_S)
     except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         pass
     else:
@@ -113,7 +115,7 @@ def test_a_chunked_body_without_a_length_is_limited_too(cluster):
 def test_a_wrong_content_type_path_or_method_is_refused(cluster):
     body = json.dumps(PROMPT)
     wrong = httpx.post(
-        cluster.url + TEXT, content=body, headers={"content-type": "text/plain"}, timeout=60
+        cluster.url + TEXT, content=body, headers={"content-type": "text/plain"}, timeout=HANG_S
     )
     assert wrong.status_code == 415
     assert cluster.get("/v1/nothing").status_code == 404

@@ -271,7 +271,7 @@ def stream(
         ids: list[int] = []
         results.append(ids)  # also for an answer that fails
         with httpx.stream(
-            "POST", cluster.url + "/v1/completions", json=body, timeout=120
+            "POST", cluster.url + "/v1/completions", json=body, timeout=HANG_S
         ) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):
@@ -501,11 +501,11 @@ def request_until_ready(url: str, process: subprocess.Popen[str]) -> None:
     while time.monotonic() < deadline:
         assert process.poll() is None
         try:
-            if HTTP.get(f"{url}/ready", timeout=30).status_code == 200:
+            if HTTP.get(f"{url}/ready", timeout=HANG_S).status_code == 200:
                 break
         except httpx.TransportError:
             pass
         time.sleep(0.2)
     body = {"model": "nano", "prompt": "upper: abc", "max_tokens": 5}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=HANG_S)
     assert answer.status_code == 200, answer.text

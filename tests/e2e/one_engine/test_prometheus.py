@@ -49,7 +49,7 @@ class Prometheus:
         )
 
     def get(self, path: str, **params: str) -> dict:
-        answer = httpx.get(f"{self._url}/api/v1/{path}", params=params, timeout=30)
+        answer = httpx.get(f"{self._url}/api/v1/{path}", params=params, timeout=HANG_S)
         assert answer.is_success, answer.text
         return answer.json()["data"]
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from tests.e2e.cluster import NANO, Cluster
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,9 @@ TOOL = {
 
 @pytest.fixture
 def api(cluster: Cluster) -> openai.OpenAI:
-    return openai.OpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(
+        base_url=cluster.url + "/v1", api_key="none", timeout=HANG_S, max_retries=0
+    )
 
 
 @pytest.fixture(scope="module")
@@ -207,13 +210,16 @@ def test_token_parameters_are_obeyed(api: openai.OpenAI) -> None:
 def test_a_request_id_is_returned_unchanged(cluster: Cluster) -> None:
     body = {"model": MODEL, "prompt": "x", "max_tokens": 1}
     answer = httpx.post(
-        cluster.url + "/v1/completions", json=body, headers={"x-request-id": "mine-1"}, timeout=60
+        cluster.url + "/v1/completions",
+        json=body,
+        headers={"x-request-id": "mine-1"},
+        timeout=HANG_S,
     )
     assert answer.headers["x-request-id"] == "mine-1"
     assert answer.json()["id"] == "cmpl-mine-1"
     assert len(cluster.get("/v1/models").headers["x-request-id"]) == 32
     refused = httpx.post(
-        cluster.url + "/v1/completions", json=body, headers={"x-request-id": "a b"}, timeout=60
+        cluster.url + "/v1/completions", json=body, headers={"x-request-id": "a b"}, timeout=HANG_S
     )
     assert refused.status_code == 400
     assert "x-request-id" in refused.json()["error"]["message"]

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.e2e.cluster import NANO, Cluster
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +21,9 @@ MODEL = "nano"
 
 
 def client(cluster: Cluster) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=cluster.url + "/v1", api_key="none", max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=cluster.url + "/v1", api_key="none", timeout=HANG_S, max_retries=0
+    )
 
 
 def chat(prompt: str, **extra: object) -> dict:
@@ -118,7 +121,7 @@ def test_completions_accept_every_form_of_prompt(cluster):
         assert answer.headers["x-swell-engine"] == "0"
         texts = [""] * choices
         stream = httpx.post(
-            cluster.url + "/v1/completions", json={**body, "stream": True}, timeout=60
+            cluster.url + "/v1/completions", json={**body, "stream": True}, timeout=HANG_S
         )
         for event in stream.text.strip().split("\n\n"):
             if event != "data: [DONE]":
@@ -157,7 +160,7 @@ client is detected (`half_close.PROBE_S`), also on much faster machines."""
 def test_a_client_that_leaves_frees_its_blocks(cluster):
     body = chat("x", stream=True, **LONG)
     before, url = generated_tokens(cluster), cluster.url + "/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, timeout=60) as stream:
+    with httpx.stream("POST", url, json=body, timeout=HANG_S) as stream:
         lines = stream.iter_lines()
         for _ in range(6):
             next(lines)
@@ -169,7 +172,7 @@ def test_a_client_that_leaves_without_streaming_frees_its_blocks(cluster):
     before = generated_tokens(cluster)
 
     async def leave() -> None:
-        async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=HANG_S) as http:
             asked = asyncio.create_task(http.post("/v1/chat/completions", json=body))
             while (await http.get("/admin/idle")).json()["engines"][0]["idle"]:
                 assert not asked.done()
@@ -239,7 +242,7 @@ def test_requests_to_a_sleeping_engine_are_answered_after_it_wakes_up(cluster, l
         deadline = time.monotonic() + 60.0
         while True:
             (engine,) = cluster.get("/admin/cluster").json()["engines"]
-            ready = httpx.get(cluster.url + "/ready", timeout=60).status_code
+            ready = httpx.get(cluster.url + "/ready", timeout=HANG_S).status_code
             if (engine["sleep_level"], ready) == (sleep_level, status):
                 return
             assert time.monotonic() < deadline, (engine, ready)

@@ -106,11 +106,11 @@ class TwoHostCluster:
         self.urls = [f"http://{address}:{port}" for address in hosts.addresses]
 
     def get(self, path: str, host: int = 0) -> httpx.Response:
-        return HTTP.get(self.urls[host] + path, timeout=60)
+        return HTTP.get(self.urls[host] + path, timeout=HANG_S)
 
     def scale(self, engines: int) -> None:
         body = {"engines": engines}
-        HTTP.post(self.urls[0] + "/admin/scale", json=body, timeout=60)
+        HTTP.post(self.urls[0] + "/admin/scale", json=body, timeout=HANG_S)
 
     def engines(self) -> list[dict]:
         return self.get("/admin/cluster").json()["engines"]

@@ -33,8 +33,8 @@ from swell.worker.wire import (
     WorkerLimits,
     WorkerProgress,
 )
+from tests.support.deadlines import HANG_S
 
-LONG_S = 30.0
 PHASES = ["load", "regroup", "measure", "init_cache"]
 
 
@@ -157,7 +157,7 @@ class ThreadRayExecutor(RayExecutor):
         assert worker.peer is not None
         self._inbox.send(worker.peer, Shutdown())
         super()._kill(worker)
-        worker.run.join(LONG_S)
+        worker.run.join(HANG_S)
 
 
 def wait(refs: list[Any], *, num_returns: int = 1, timeout: float) -> tuple[list[Any], list[Any]]:
@@ -193,7 +193,7 @@ def started(kind: str, parallel: dict[str, object]) -> Iterator[Executor]:
         {
             "model": {"path": "m", "device": "cpu"},
             "parallel": {**size, **parallel},
-            "cluster": {"start_timeout_s": LONG_S},
+            "cluster": {"start_timeout_s": HANG_S},
         }
     )
     made: Executor

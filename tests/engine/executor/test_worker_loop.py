@@ -30,9 +30,9 @@ from swell.worker.wire import (
     WorkerHello,
     WorkerMessage,
 )
+from tests.support.deadlines import HANG_S
 
 RANK = 3
-LONG_S = 30.0
 STALL_S = 1.0
 
 
@@ -85,7 +85,7 @@ class StubWorker:
 
     def wait_for_abort(self) -> None:
         """Blocks until `abort` and raises, like a collective whose peers have left."""
-        self.aborts.get(timeout=LONG_S)
+        self.aborts.get(timeout=HANG_S)
         raise GroupError("a peer has gone")
 
 
@@ -109,7 +109,7 @@ class Engine:
         assert self.receive() == WorkerHello(RANK)
 
     def receive(self) -> WorkerMessage:
-        deadline = time.monotonic() + LONG_S
+        deadline = time.monotonic() + HANG_S
         while not self.said:
             assert time.monotonic() < deadline, "the worker sent nothing"
             for peer, message in self.inbox.receive(0.1):
@@ -123,7 +123,7 @@ class Engine:
 
     def close(self) -> None:
         self.send(Shutdown())
-        self.thread.join(LONG_S)
+        self.thread.join(HANG_S)
         self.heartbeat_thread.stop()
         self.outlet.close()
         self.heartbeats.close()
@@ -139,7 +139,7 @@ def engine() -> Iterator[Engine]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.01)
@@ -170,7 +170,7 @@ def test_after_a_failure_nothing_is_computed_until_the_groups_form_again(engine,
     text, group = f"{type(error).__name__}: {error}", isinstance(error, GroupError)
     absent = [2] if group else []
     assert engine.receive() == WorkerFailure(2, RANK, text, group, 4, absent)
-    assert engine.worker.aborts.get(timeout=LONG_S) is None, "it left its groups by itself"
+    assert engine.worker.aborts.get(timeout=HANG_S) is None, "it left its groups by itself"
     engine.send(Regroup(GroupPlan(generation=5)), plan(5))
     assert [engine.receive(), engine.receive()] == [Regrouped(RANK, 5), ModelRunnerOutput(5)]
     assert engine.worker.executed == [1, 2, 5]
@@ -217,7 +217,7 @@ def test_an_abort_before_the_groups_are_formed_is_not_missed(engine):
 
     def form() -> None:
         engine.heartbeats.abort(1)
-        engine.worker.aborts.get(timeout=LONG_S)
+        engine.worker.aborts.get(timeout=HANG_S)
         engine.worker.wait_for_abort()
 
     until(lambda: RANK in engine.heartbeats.ranks)
@@ -236,11 +236,11 @@ def test_heartbeats_continue_during_a_step_and_a_missing_one_is_detected(engine)
 
     def compute() -> None:
         begun.set()
-        done.wait(LONG_S)
+        done.wait(HANG_S)
 
     engine.worker.steps[1] = compute
     engine.send(plan(1))
-    assert begun.wait(LONG_S)
+    assert begun.wait(HANG_S)
     engine.worker.progress_counter = 41
     until(lambda: engine.heartbeats.progress_counter == 41)
     assert engine.heartbeats.stopped() == {}

@@ -27,9 +27,9 @@ from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest
 from swell.worker import worker
 from swell.worker.sampler_wire import SamplerParams
 from tests.e2e.cluster import NANO
+from tests.support.deadlines import HANG_S
 from tests.support.weights.changed_weights import add_noise, copy_of, lose_a_tensor
 
-SOON_S = 60.0
 PORTS = range(21_800, 21_832)
 MANAGER = ManagerId("first", 1)
 SUCCESSOR = ManagerId("second", 2)
@@ -114,7 +114,7 @@ def answer(shell: Any, ready: EngineReady) -> list[int]:
     outlet.send(EngineCoreRequest("r", [5, 6, 7, 8], sampler, max_tokens=24))
     tokens: list[int] = []
     while len(tokens) < 24:
-        outputs = outlet.receive(SOON_S)
+        outputs = outlet.receive(HANG_S)
         assert outputs is not None, "no answer"
         tokens += [token for each in outputs.outputs for token in each.new_token_ids]
     outlet.close()
@@ -137,10 +137,10 @@ def test_a_reloaded_engine_has_a_new_incarnation(shell: Any, tmp_path: Path) -> 
     third = start(shell, with_weights(shell, NANO), "3-c")
     assert answer(shell, third) == before
     assert shell.ended(0.0) is None
-    watching = threading.Thread(target=shell.ended, args=(SOON_S,))
+    watching = threading.Thread(target=shell.ended, args=(HANG_S,))
     watching.start()
     start(shell, with_weights(shell, folder), "4-d")
-    watching.join(SOON_S / 2)
+    watching.join(HANG_S / 2)
     assert not watching.is_alive(), "few calls may be under way at a time"
 
 
@@ -161,7 +161,7 @@ def test_a_server_that_cannot_be_created_stops_the_process(
     core = shell._server.core
     with pytest.raises(OSError, match="no port is free"):
         start(shell, with_weights(shell, folder), "2-b")
-    assert ended.wait(SOON_S)
+    assert ended.wait(HANG_S)
     with pytest.raises(RuntimeError, match="has terminated"):
         start(shell, with_weights(shell, folder), "2-b")
     core.shutdown()
@@ -199,14 +199,14 @@ def test_a_failed_or_hanging_engine_is_not_reloaded(
     cluster = msgspec.structs.replace(shell._config.cluster, stall_timeout_s=0.1)
     shell._config = msgspec.structs.replace(shell._config, cluster=cluster)
     server._waker.wake()
-    assert hangs.wait(SOON_S)
+    assert hangs.wait(HANG_S)
     with pytest.raises(RuntimeError, match="did not finish within cluster"):
         start(shell, with_weights(shell, tmp_path), "2-b")
-    assert ended.wait(SOON_S) and shell.ended(0.0) is not None
+    assert ended.wait(HANG_S) and shell.ended(0.0) is not None
     with pytest.raises(RuntimeError, match="has terminated: RuntimeError: its last step"):
         start(shell, with_weights(shell, tmp_path), "2-b")
     ends_now.set()
-    shell._thread.join(SOON_S)
+    shell._thread.join(HANG_S)
 
 
 def suspend_loading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
@@ -216,7 +216,7 @@ def suspend_loading(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, t
 
     def build_later(*args: Any, **options: Any) -> Any:
         loading.set()
-        may_load.wait(SOON_S)
+        may_load.wait(HANG_S)
         return build(*args, **options)
 
     monkeypatch.setattr(actor, "build_executor", build_later)
@@ -238,12 +238,12 @@ def test_an_engine_that_is_stopped_while_it_loads_does_not_serve(
 
     thread = threading.Thread(target=load)
     thread.start()
-    assert loading.wait(SOON_S)
+    assert loading.wait(HANG_S)
     shell.stop(MANAGER)
     with pytest.raises(RuntimeError, match="engine 0 has terminated: it was stopped"):
         shell.adopt(MANAGER)
     may_load.set()
-    thread.join(SOON_S)
+    thread.join(HANG_S)
     assert errors == ["engine 0 has terminated: it was stopped"] and shell._server is None
 
 
@@ -258,14 +258,14 @@ def test_an_engine_follows_the_coordinator_that_the_newest_manager_names(
         for contact in (msgspec.structs.replace(shell.contact, address=lost), shell.contact)
     ]
     calls[0].start()
-    assert loading.wait(SOON_S)
+    assert loading.wait(HANG_S)
     calls[1].start()
-    until = time.monotonic() + SOON_S
+    until = time.monotonic() + HANG_S
     while shell._coordinator is not shell.contact and time.monotonic() < until:
         threading.Event().wait(0.005)
     may_load.set()
     for call in calls:
-        call.join(SOON_S)
+        call.join(HANG_S)
     assert shell._server._coordinator_client._address == shell.contact.address
 
 

@@ -41,11 +41,10 @@ from swell.worker.wire import (
     SchedulerOutput,
 )
 from tests.engine.executor.fake_worker import VOCAB, FakeExecutor, expected
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
-SOON_S = 60.0
-"""A timeout that is only reached on failure, in seconds."""
 
 LONG = 20_000
 """The number of tokens of a request that does not finish within a test."""
@@ -107,7 +106,7 @@ class Engine:
 
     def close(self) -> None:
         self.server.stop()
-        self.thread.join(SOON_S)
+        self.thread.join(HANG_S)
         for outlet in self._clients:
             outlet.close()
         assert not self.thread.is_alive()
@@ -146,7 +145,7 @@ class Client:
         return True
 
     def receive_until(self, there: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while not there():
             assert time.monotonic() < deadline, "the engine did not answer"
             self.receive()
@@ -159,7 +158,7 @@ class Client:
 
     def wait_until_idle(self) -> None:
         """Waits until every block and slot is free."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while self.call("check_idle").failure_message is not None:
             assert time.monotonic() < deadline, "a block or slot is still held"
             time.sleep(0.005)
@@ -187,7 +186,7 @@ def open_files() -> int:
 def check_closed(before: int) -> None:
     """Asserts that no more files are open than before; the far end of a socket closes a little
     later."""
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while open_files() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert open_files() <= before, "a socket was left open"
@@ -197,7 +196,7 @@ def check_closed(before: int) -> None:
 def _nothing_is_left() -> Iterator[None]:
     files, threads = open_files(), threading.active_count()
     yield
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while threading.active_count() > threads:  # an authenticator stops just after its inbox
         assert time.monotonic() < deadline, "a thread was left"
         time.sleep(0.01)
@@ -399,7 +398,7 @@ class Reports:
 
     def take(self, is_enough: Callable[[], object]) -> None:
         """Receives reports until there are enough."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while not is_enough():
             assert time.monotonic() < deadline, "the engine does not report"
             taken = [message for _, message in self._inbox.receive(0.02)]
@@ -444,12 +443,12 @@ def test_reports_reach_a_coordinator_while_traffic_never_stops() -> None:
             client.receive(0.0)
             time.sleep(0.0005)
 
-    service.join([engine.server.member], SOON_S)
+    service.join([engine.server.member], HANG_S)
     thread = threading.Thread(target=send_requests)
     thread.start()
     try:
         steps_seen = [0]
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while len(steps_seen) <= 20:
             assert time.monotonic() < deadline, f"reports stopped: {steps_seen}"
             watcher.send(Subscribe(0))  # a client that is silent for several heartbeats is dropped
@@ -512,7 +511,7 @@ def test_a_failure_of_the_executor_is_raised_and_closes_everything(keys, coordin
     engine = Engine(keys, coordinator.address)
     engine.executor.fails = True
     engine.client().send(request("r", [1]))
-    engine.thread.join(SOON_S)
+    engine.thread.join(HANG_S)
     assert isinstance(engine.failure, ExecutorError) and engine.executor.ended
     engine.close()
     check_closed(before)
@@ -533,7 +532,7 @@ def test_requests_in_a_step_are_announced_before_it(keys, coordinator, first) ->
             client.send(AbortRequests(client.started[:3]))
             client.receive_until(lambda: len(client.started) == 11)
             engine.executor.fails = True
-        engine.thread.join(SOON_S)
+        engine.thread.join(HANG_S)
         assert isinstance(engine.failure, ExecutorError)
         requests = engine.server.core.scheduler.requests
         computed = {name for name, one in requests.items() if one.tokens_at_start}

@@ -33,6 +33,7 @@ from tests.faults.load import Answer, Load, percentile
 from tests.faults.moments import Moment
 from tests.faults.report import Result
 from tests.faults.trial import Hit
+from tests.support.deadlines import HANG_S
 
 ECHO = """
 import socket
@@ -134,7 +135,7 @@ def test_parted_hosts_do_not_reach_each_other_and_clients_reach_both(bare: Hosts
 def reaches(hosts: Hosts, first: int, second: int) -> bool:
     """Whether a program on one host gets an answer of the echo server on another one."""
     words = (sys.executable, "-c", ASK, hosts.addresses[second])
-    done = subprocess.run([*hosts.prefix(first), *words], timeout=60, check=False)
+    done = subprocess.run([*hosts.prefix(first), *words], timeout=HANG_S, check=False)
     return done.returncode == 0
 
 
@@ -156,7 +157,7 @@ def test_a_lost_host_sends_nothing_and_returns_empty(bare: Hosts) -> None:
     echo = Echo(bare, 1)
     assert bare.pids(1) == [echo.process.pid] and bare.named(1, "recvfrom")
     bare.lose(1)
-    assert echo.process.wait(timeout=60) == -9
+    assert echo.process.wait(timeout=HANG_S) == -9
     assert not echo.answers("lost") and bare.pids(1) == [] and not bare.is_up(1)
     bare.boot(1)
     assert bare.is_up(1) and bare.pids(1) == []

@@ -42,6 +42,7 @@ from tests.kernels.triton import (
     test_rope,
     test_sample,
 )
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -132,7 +133,9 @@ def spilled_bytes(kernel: Any, folder: Path) -> int:
     cubin = folder / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(cubin)]
-    usage = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    usage = subprocess.run(
+        command, capture_output=True, text=True, check=True, timeout=HANG_S
+    ).stdout
     stacks = re.findall(r"STACK:(\d+)", usage) + re.findall(r"LOCAL:(\d+)", usage)
     assert len(stacks) == 2, usage
     return sum(map(int, stacks))

@@ -8,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Iterable
 
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
-
-_TIMEOUT_S = 120
 
 
 def outputs(code: str, hash_seeds: Iterable[str]) -> set[str]:
@@ -23,7 +22,7 @@ def outputs(code: str, hash_seeds: Iterable[str]) -> set[str]:
             env=os.environ | {"PYTHONHASHSEED": hash_seed},
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=HANG_S,
             check=True,
         ).stdout
         for hash_seed in hash_seeds

@@ -20,6 +20,7 @@ from swell.worker.comm.mesh import Group, GroupError, Mesh, ProcessGroup, SoloGr
 from swell.worker.comm.shared_memory_transport import SharedMemoryTransport
 from swell.worker.comm.transport import Transport
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_grid_of_ranks() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> Any:
-        mesh = Mesh.build(ParallelConfig(tensor=2, pipeline=3), rank, store, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(tensor=2, pipeline=3), rank, store, timeout_s=HANG_S)
         place = (mesh.stage, mesh.tensor_rank, mesh.is_first_stage, mesh.is_last_stage)
         same_stage = mesh.tensor.all_gather(torch.tensor([rank]), 0).tolist()
         same_column = mesh.pipeline.all_gather(torch.tensor([rank]), 0).tolist()
@@ -79,7 +80,7 @@ def test_operations(dtype: torch.dtype, axis: str) -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=30)
+        mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=HANG_S)
         group: Any = getattr(mesh, axis)
         uses_memory = isinstance(group._transport, SharedMemoryTransport)
         assert uses_memory == (axis == "tensor")
@@ -137,7 +138,7 @@ def test_a_row_of_a_sum_has_the_same_bits_in_any_batch(tensor: int, dtype: torch
         return torch.randn(rows, size, generator=torch.Generator().manual_seed(rank)).to(dtype)
 
     def work(rank: int) -> torch.Tensor:
-        mesh = Mesh.build(ParallelConfig(tensor=tensor), rank, store, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(tensor=tensor), rank, store, timeout_s=HANG_S)
         group, own = mesh.tensor, terms(rank)
         whole = own.clone()
         assert group.all_reduce_in_order(whole) is whole
@@ -175,8 +176,8 @@ def test_the_next_epoch_forms_next_to_the_first() -> None:
 
     def work(rank: int) -> None:
         parallel = ParallelConfig(tensor=2)
-        old = Mesh.build(parallel, rank, store, epoch=0, timeout_s=30)
-        new = Mesh.build(parallel, rank, store, epoch=1, timeout_s=30)
+        old = Mesh.build(parallel, rank, store, epoch=0, timeout_s=HANG_S)
+        new = Mesh.build(parallel, rank, store, epoch=1, timeout_s=HANG_S)
         assert old.tensor.all_reduce(torch.ones(1)).item() == 2
         assert new.tensor.all_reduce(torch.ones(1)).item() == 2
         old.close()
@@ -190,7 +191,7 @@ def test_leaving_a_group_wakes_the_peer() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=60)
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=HANG_S)
         mesh.tensor.all_reduce(torch.ones(1))
         if rank == 0:
             time.sleep(0.2)
@@ -217,7 +218,7 @@ def test_a_slow_peer_is_waited_for(slow: int) -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> list[float]:
-        mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=HANG_S)
         group, got = mesh.pipeline, torch.empty(1)
         if rank == slow:
             time.sleep(3 * gloo_transport._POLL_TIMEOUT.total_seconds())
@@ -256,7 +257,7 @@ def test_another_thread_aborts_a_blocked_operation(axis: str, operation: str) ->
     meshes: list[Any] = [None, None]
 
     def work(rank: int) -> None:
-        mesh = meshes[rank] = Mesh.build(PAIRS[axis], rank, store, timeout_s=60)
+        mesh = meshes[rank] = Mesh.build(PAIRS[axis], rank, store, timeout_s=HANG_S)
         group: Any = getattr(mesh, axis)
         group.all_reduce(torch.ones(1))
         if rank == 1:
@@ -302,7 +303,7 @@ def test_an_abort_of_an_older_plan_is_ignored() -> None:
     store = dist.HashStore()
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, epoch=4, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, epoch=4, timeout_s=HANG_S)
         mesh.abort(3)
         assert mesh.tensor.all_reduce(torch.ones(1)).item() == 2
         mesh.close()
@@ -318,7 +319,7 @@ def test_groups_between_engines() -> None:
 
     def work(worker: int) -> Any:
         index, rank = divmod(worker, 4)
-        mesh = Mesh.build(parallel, rank, own[index], timeout_s=30)
+        mesh = Mesh.build(parallel, rank, own[index], timeout_s=HANG_S)
         mesh.begin(1)
         mesh.regroup(GroupPlan(1, None, 7, 2, index), None, store, 30)
         me = torch.tensor([worker])
@@ -346,7 +347,7 @@ def test_closing_frees_files_and_threads(axis: str) -> None:
         store = dist.HashStore()
 
         def work(rank: int) -> None:
-            mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=30)
+            mesh = Mesh.build(PAIRS[axis], rank, store, timeout_s=HANG_S)
             getattr(mesh, axis).all_reduce(torch.ones(1))
             mesh.close()
             mesh.close()
@@ -401,7 +402,7 @@ def test_a_hundred_epochs_leave_nothing() -> None:
 
 def _process(rank: int, port: int, results: Any) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, epoch=3, timeout_s=30)
+    mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, epoch=3, timeout_s=HANG_S)
     t = torch.arange(4.0)
     if mesh.is_first_stage:
         mesh.pipeline.send(t, 1).wait()
@@ -422,7 +423,7 @@ def test_two_processes_over_tcp() -> None:
     ]
     for worker in workers:
         worker.start()
-    got = sorted(results.get(timeout=240) for _ in workers)
+    got = sorted(results.get(timeout=HANG_S) for _ in workers)
     for worker in workers:
         worker.join(30)
         assert worker.exitcode == 0

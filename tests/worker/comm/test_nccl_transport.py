@@ -20,10 +20,9 @@ from swell.worker.comm.groups import GroupError, ProcessGroup
 from swell.worker.comm.mesh import Mesh
 from swell.worker.comm.transport import AbortStuck, ForeignMember
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.nccl_stub import GARBAGE, StubBackend, StubNccl, install
 from tests.worker.comm.test_mesh import in_threads
-
-LONG_S = 30.0
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def form(world: int, *, pipeline: int = 1) -> list[Mesh]:
     """Returns the meshes of the workers of one engine. Each belongs to a thread that has ended, so
     that a test uses them from any thread."""
     store, parallel = dist.HashStore(), ParallelConfig(tensor=world // pipeline, pipeline=pipeline)
-    return in_threads(world, lambda rank: Mesh.build(parallel, rank, store, timeout_s=LONG_S))
+    return in_threads(world, lambda rank: Mesh.build(parallel, rank, store, timeout_s=HANG_S))
 
 
 def backend(group: object) -> StubBackend:
@@ -55,7 +54,7 @@ def backend(group: object) -> StubBackend:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.005)
@@ -76,7 +75,7 @@ def test_a_group_is_formed_without_torchs_reactions_connected_and_proved(nccl: S
         found = {name: call.environment[name] for name in nccl_transport.ENVIRONMENT}
         assert found == nccl_transport.ENVIRONMENT
         assert call.options.config.blocking == 0
-        assert call.options._timeout == timedelta(seconds=LONG_S)
+        assert call.options._timeout == timedelta(seconds=HANG_S)
     assert nccl_transport.ENVIRONMENT["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
     assert nccl_transport.ENVIRONMENT["TORCH_NCCL_ENABLE_MONITORING"] == "0"
     for rank in range(2):
@@ -92,7 +91,7 @@ def test_a_member_without_the_secret_is_noticed(
     def work(rank: int) -> str:
         secret, aborted = (ours, forged)[rank], threading.Event()
         with pytest.raises(ForeignMember) as raised:
-            connect.connect("cpu", store, rank, 2, LONG_S, aborted, secret)
+            connect.connect("cpu", store, rank, 2, HANG_S, aborted, secret)
         return str(raised.value)
 
     assert "ranks [1] of 2 do not know the secret" in in_threads(2, work)[0]
@@ -170,7 +169,7 @@ def test_groups_form_again_after_an_abort(nccl: StubNccl) -> None:
     def again(rank: int) -> None:
         meshes[rank].abort()
         meshes[rank].begin(1)
-        meshes[rank].regroup(GroupPlan(1), store, None, LONG_S)
+        meshes[rank].regroup(GroupPlan(1), store, None, HANG_S)
 
     in_threads(2, again)
     sums = [mesh.tensor.all_reduce(torch.ones(1)) for mesh in meshes]
@@ -196,13 +195,13 @@ def test_a_message_arrives_although_its_sender_leaves_at_once(nccl: StubNccl) ->
     store, got, closing = dist.HashStore(), torch.zeros(1), threading.Event()
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=LONG_S)
+        mesh = Mesh.build(ParallelConfig(pipeline=2), rank, store, timeout_s=HANG_S)
         if rank == 0:
             nccl.running.clear()
             mesh.pipeline.send(torch.full((1,), 7.0), 1).wait()
             closing.set()
         else:
-            closing.wait(LONG_S)
+            closing.wait(HANG_S)
             mesh.pipeline.recv(got, 0)
             threading.Timer(0.05, nccl.running.set).start()
         mesh.close()
@@ -220,7 +219,7 @@ def test_a_drain_ends_when_every_worker_has_everything(nccl: StubNccl) -> None:
     assert sender.is_alive(), "the receiver has not drained"
     meshes[1].pipeline.recv(got, 0)
     meshes[1].drain()
-    sender.join(LONG_S)
+    sender.join(HANG_S)
     assert got.item() == 7 and not sender.is_alive()
 
 
@@ -263,7 +262,7 @@ def test_an_abort_ends_forming(nccl: StubNccl, monkeypatch: pytest.MonkeyPatch) 
         mesh.begin(1)
         threading.Timer(0.1, mesh.abort).start()
         with pytest.raises(GroupError) as raised:
-            mesh.regroup(GroupPlan(1), store, None, LONG_S)
+            mesh.regroup(GroupPlan(1), store, None, HANG_S)
         return str(raised.value)
 
     for text in in_threads(2, work):

@@ -20,6 +20,7 @@ from swell.worker.comm.gloo_transport import GlooTransport
 from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.shared_memory_transport import SharedMemoryTransport
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
@@ -31,7 +32,7 @@ def transport_of(mesh: Mesh) -> Any:
 
 
 def build(ranks: int, rank: int, store: Any) -> Mesh:
-    mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=60)
+    mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=HANG_S)
     assert isinstance(transport_of(mesh), SharedMemoryTransport)
     return mesh
 
@@ -180,7 +181,7 @@ def test_all_ranks_use_gloo_if_one_cannot_share_memory(
     def work(rank: int) -> float:
         if rank == 1:
             threading.current_thread().name = "second"
-        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(tensor=2), rank, store, timeout_s=HANG_S)
         assert isinstance(transport_of(mesh), GlooTransport)
         total = mesh.tensor.all_reduce(torch.ones(1)).item()
         mesh.close()

@@ -26,6 +26,7 @@ from swell.worker.models.generic.causal_lm import refuse_config
 from swell.worker.step.input_batch import InputBatch
 from swell.worker.step.intermediate import IntermediateTensors, stage_layers
 from swell.worker.wire import SchedulerOutput
+from tests.support.deadlines import HANG_S
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -150,7 +151,7 @@ def run_split(
     def work(rank: int) -> None:
         mesh = None
         try:
-            mesh = Mesh.build(parallel, rank, store, timeout_s=60)
+            mesh = Mesh.build(parallel, rank, store, timeout_s=HANG_S)
             results[rank] = run_rank(folder, backend, mesh, prompts, chunk)
         except BaseException as error:
             results[rank] = error
@@ -302,7 +303,7 @@ def test_the_last_rank_may_have_no_vocabulary(tmp_path: Path) -> None:
     store, results = dist.HashStore(), {}
 
     def work(rank: int) -> None:
-        mesh = Mesh.build(ParallelConfig(tensor=4), rank, store, timeout_s=60)
+        mesh = Mesh.build(ParallelConfig(tensor=4), rank, store, timeout_s=HANG_S)
         with torch.no_grad():
             config = ModelConfig(path=str(tmp_path), max_model_len=MAX_TOKENS)
             model: Any = build_model(config, load_config(config), mesh, "cpu", torch.float32)

@@ -19,9 +19,8 @@ from swell.worker.comm.groups import Handle, ProcessGroup
 from swell.worker.comm.mesh import Mesh
 from swell.worker.wire import ModelRunnerOutput, SchedulerOutput
 from swell.worker.worker import Worker
+from tests.support.deadlines import HANG_S
 from tests.worker.moe.moe_engines import EngineGroup
-
-_TIMEOUT_S = 120.0
 
 
 class _Place(NamedTuple):
@@ -90,7 +89,7 @@ class MatchedOperations:
             if operation == "send":
                 return
             while not self._is_matched(place, channel, ranks, len(own)):
-                if not self._changed.wait(_TIMEOUT_S):
+                if not self._changed.wait(HANG_S):
                     self._fail(f"group {group.name!r}: rank {group.rank} waits with {own[-1]}")
 
     def _is_matched(

@@ -22,6 +22,7 @@ from swell.worker.wire import (
     SchedulerOutput,
 )
 from swell.worker.worker import Worker
+from tests.support.deadlines import HANG_S
 
 BLOCK_TOKENS = 4
 ROW_BLOCKS = 16
@@ -185,7 +186,7 @@ class EngineGroup:
         self.step += 1
         started = [engine.submit(self.step) for engine in self.members]
         futures = [future for of_engine in started for future in of_engine]
-        done, waiting = wait(futures, timeout=120, return_when=FIRST_EXCEPTION)
+        done, waiting = wait(futures, timeout=HANG_S, return_when=FIRST_EXCEPTION)
         if waiting:  # for a worker that has failed
             for engine in self.members:
                 for worker in engine.workers:
@@ -197,7 +198,7 @@ class EngineGroup:
 
 def collect(futures: list[Future[Any]]) -> list[Any]:
     """Returns all results in order; raises the first exception after all calls have finished."""
-    wait(futures, timeout=120)
+    wait(futures, timeout=HANG_S)
     return [future.result(timeout=0) for future in futures]
 
 

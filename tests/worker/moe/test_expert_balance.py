@@ -19,6 +19,7 @@ from swell.worker.moe import experts
 from swell.worker.moe.expert_placement import ExpertPlacement, balance, imbalance
 from swell.worker.moe.experts import place_experts
 from swell.worker.sharded import saving
+from tests.support.deadlines import HANG_S
 from tests.worker.moe.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers
 
 # ---------------------------------------------------------------- the placement
@@ -245,7 +246,7 @@ def test_an_engine_that_dies_while_experts_move_breaks_the_step(
         engines[2].shutdown()
         engine_group.engines.remove(engines[2])
         for futures in started:
-            assert type(futures[0].exception(timeout=60)).__name__ == "GroupError"
+            assert type(futures[0].exception(timeout=HANG_S)).__name__ == "GroupError"
         engine_group.regroup(*engines[:2])
         for _ in range(3):
             assert answers(engine_group, [[0], [1]]) == truth
@@ -281,7 +282,7 @@ def test_a_half_moved_layer_is_placed_again(
         for _ in range(3):
             engine_group.advance()
         for futures in [engine.submit(100) for engine in engines]:
-            assert type(futures[0].exception(timeout=60)).__name__ == "GroupError"
+            assert type(futures[0].exception(timeout=HANG_S)).__name__ == "GroupError"
         assert moves
         monkeypatch.undo()
         held = [held for of_worker in spread(engine_group) for held in of_worker]

@@ -17,6 +17,7 @@ from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.weight_shard import materialize
 from swell.worker.models import build_model
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker import tiny_models
 from tests.worker.comm.test_mesh import in_threads
 from tests.worker.moe.moe_engines import NEW_TOKENS, PROMPTS, EngineGroup, answers
@@ -146,7 +147,7 @@ def test_choices_keep_their_type_next_to_small_types() -> None:
     def work(rank: int) -> torch.Tensor:
         mesh = Mesh.build(ParallelConfig(expert=True), 0)
         mesh.begin(1)
-        mesh.regroup(GroupPlan(1, None, 1, 2, rank), None, store, timeout_s=30)
+        mesh.regroup(GroupPlan(1, None, 1, 2, rank), None, store, timeout_s=HANG_S)
         mesh.tokens = [len(x) for x in inputs]
         out = compute(mesh, rank, range(rank, 300, 2))
         mesh.close()

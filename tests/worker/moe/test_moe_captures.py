@@ -28,6 +28,7 @@ from swell.worker.sampler_wire import SamplerParams
 from swell.worker.step import buckets
 from swell.worker.step.buckets import EngineStep
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.test_mesh import in_threads
 from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, Engine, EngineGroup, answers
@@ -358,7 +359,7 @@ def in_groups_of_two(work: Callable[[Mesh, int], Any]) -> list[Any]:
     def begin(rank: int) -> Any:
         mesh = Mesh.build(ParallelConfig(expert=True), 0)
         mesh.begin(1)
-        mesh.regroup(GroupPlan(1, None, 1, 2, rank), None, store, timeout_s=30)
+        mesh.regroup(GroupPlan(1, None, 1, 2, rank), None, store, timeout_s=HANG_S)
         try:
             return work(mesh, rank)
         finally:

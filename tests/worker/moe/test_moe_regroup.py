@@ -17,6 +17,7 @@ from swell.worker.memory import kv_cache
 from swell.worker.moe import experts
 from swell.worker.moe.experts import place_experts
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker import tiny_models
 from tests.worker.moe.moe_engines import NEW_TOKENS, PROMPTS, Engine, EngineGroup, answers
 
@@ -119,7 +120,7 @@ def test_remaining_engines_continue_after_a_death(tiny_moe: Any) -> None:
             engine.start([PROMPTS[0]])
         started = [engine.submit(100) for engine in engines[:2]]
         for futures in started:
-            error = futures[0].exception(timeout=60)
+            error = futures[0].exception(timeout=HANG_S)
             assert type(error).__name__ == "GroupError", error
         done = engine_group.regroup(*engines[:2])
         assert sum(answer.experts_loaded for (answer,) in done) == len(lost) > 0
@@ -129,7 +130,7 @@ def test_remaining_engines_continue_after_a_death(tiny_moe: Any) -> None:
 
 def broken(futures: list[Any]) -> None:
     """Asserts that the calls fail soon with GroupError."""
-    wait(futures, timeout=60)
+    wait(futures, timeout=HANG_S)
     assert all(isinstance(future.exception(timeout=0), GroupError) for future in futures)
 
 
@@ -174,7 +175,7 @@ def test_a_worker_that_cannot_read_its_experts_reports_the_error(
         with monkeypatch.context() as patch:
             patch.setattr(experts, "load_experts", fails)
             (one,), (two,) = engine_group.submit_regroup(first, second)
-            wait([one, two], timeout=60)
+            wait([one, two], timeout=HANG_S)
         assert isinstance(two.exception(timeout=0), ValueError)
         assert one.exception(timeout=0) is None or isinstance(one.exception(), GroupError)
         first.start([PROMPTS[0]])

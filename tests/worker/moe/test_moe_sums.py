@@ -22,6 +22,7 @@ from swell.worker.layers.moe import ExpertTraits, MoE
 from swell.worker.layers.weight_shard import materialize
 from swell.worker.sampler_wire import SamplerParams
 from swell.worker.wire import GroupPlan
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.test_mesh import in_threads
 from tests.worker.fixed_graphs import FixedGraphs
 from tests.worker.moe.moe_engines import PROMPTS, EngineGroup, answers
@@ -99,7 +100,7 @@ class Layer:
             mesh = Mesh.build(ParallelConfig(expert=True, tensor=tensor), rank)
             mesh.begin(1)
             plan = GroupPlan(1, None, 1, engines, engine)
-            mesh.regroup(plan, stores[engine], between, timeout_s=30)
+            mesh.regroup(plan, stores[engine], between, timeout_s=HANG_S)
             try:
                 return self._compute(mesh, self.inputs[engine])
             finally:

@@ -11,6 +11,7 @@ from swell.worker.comm.mesh import Group, Mesh, SoloGroup
 from swell.worker.layers.embedding import ParallelLMHead
 from swell.worker.layers.packed_weight import FLOATS
 from swell.worker.layers.weight_shard import materialize
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
@@ -46,7 +47,7 @@ def test_argmax_over_ranks(ranks, vocab, dtype):
     store = dist.HashStore()
 
     def work(rank: int) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=30)
+        mesh = Mesh.build(ParallelConfig(tensor=ranks), rank, store, timeout_s=HANG_S)
         try:
             head = filled(weight, mesh.tensor)
             return head(hidden), head.argmax(hidden)

@@ -27,6 +27,7 @@ from swell.worker.step.request_states import RequestStates
 from swell.worker.step.staging import StagedTable
 from swell.worker.step.token_feedback import MAX_OUTSTANDING, FirstStageFeedback
 from swell.worker.wire import NewBlocks, NewRequest, SchedulerOutput
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -283,7 +284,7 @@ def test_a_pipeline_yields_the_same_tokens(tensor, pipeline):
 
     def work(rank: int) -> None:
         try:
-            mesh = Mesh.build(parallel, rank, store, 0, "cpu", timeout_s=60)
+            mesh = Mesh.build(parallel, rank, store, 0, "cpu", timeout_s=HANG_S)
             runner = make_runner(mesh)
             outputs = [runner.execute_model(plan) for plan in LIFE]
             results[rank] = (runner.is_output_rank, outputs)

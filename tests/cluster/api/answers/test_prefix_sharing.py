@@ -17,6 +17,7 @@ from tests.cluster.fake_cluster import FakeCluster, until
 from tests.cluster.store_handle import StoreOfTest
 from tests.cluster.text import tokenizers_for_tests
 from tests.conformance.in_process_server import start_in_process_server
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +55,7 @@ def test_a_key_sees_only_cached_tokens_of_prefixes_that_it_may_share(
             for key in KEYS:
                 body = {"model": "nano", "prompt": SECRET, "max_tokens": 1, "cache_salt": salt}
                 url = f"{server.url}/v1/completions"
-                answer = httpx.post(url, json=body, headers=sent_by(key), timeout=60)
+                answer = httpx.post(url, json=body, headers=sent_by(key), timeout=HANG_S)
                 assert answer.status_code == 200, answer.text
                 details = answer.json()["usage"]["prompt_tokens_details"] or {}
                 cached.append(details.get("cached_tokens", 0) > 0)

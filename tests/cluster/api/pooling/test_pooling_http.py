@@ -11,6 +11,7 @@ import torch
 from openai import BadRequestError, OpenAI
 
 from tests.conformance.in_process_server import start_in_process_server
+from tests.support.deadlines import HANG_S
 from tests.support.weights.pooled_models import TEXTS, make, pooled
 
 pytestmark = pytest.mark.slow
@@ -99,7 +100,7 @@ def test_base64_dimensions_and_normalize(embedder):
 
 
 def test_the_openai_client(embedder):
-    client = OpenAI(base_url=f"{embedder.url}/v1", api_key="none", max_retries=0)
+    client = OpenAI(base_url=f"{embedder.url}/v1", api_key="none", timeout=HANG_S, max_retries=0)
     answer = client.embeddings.create(model="pool", input=TEXTS, dimensions=12)
     assert [len(one.embedding) for one in answer.data] == [12] * len(TEXTS)
     assert answer.usage.total_tokens > len(TEXTS)

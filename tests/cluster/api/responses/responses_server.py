@@ -18,6 +18,7 @@ from openai.types.responses import Response
 from swell.cluster.api.store.response_store import Heartbeat, ResponseRequest, ResponseStore
 from tests.cluster.fake_cluster import FakeCluster, FakeEngine
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 TOKENIZER = tokenizers_for_tests.chat_tokenizer()
 CALL = '<tool_call>\n{"name": "look", "arguments": {"at": 3}}\n</tool_call>'
@@ -108,7 +109,9 @@ class ResponsesServer:
         async with self.cluster.serving() as cluster:
             self.engine = await cluster.join(0, steps)
             url = f"{cluster.client.base_url}/v1"
-            async with openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0) as self.client:
+            async with openai.AsyncOpenAI(
+                base_url=url, api_key="k", timeout=HANG_S, max_retries=0
+            ) as self.client:
                 yield self
 
     @contextlib.asynccontextmanager
@@ -116,7 +119,9 @@ class ResponsesServer:
         """Starts a second ingress. Yields its store handle, its client, and the ingress."""
         store_handle = self.response_store.store_handle()
         async with self.cluster.another_ingress(store_handle) as (ingress, url):
-            client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="k", max_retries=0)
+            client = openai.AsyncOpenAI(
+                base_url=f"{url}/v1", api_key="k", timeout=HANG_S, max_retries=0
+            )
             async with client:
                 yield store_handle, client, ingress
 

@@ -14,6 +14,7 @@ import pytest
 from pydantic import BaseModel
 
 from tests.cluster.api.responses.responses_server import CALL, ResponsesServer
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -108,7 +109,9 @@ def test_a_dumped_message_is_accepted_by_the_messages_api(tmp_path: Path) -> Non
     async def work(server: ResponsesServer) -> None:
         url = str(server.cluster.client.base_url)
         tools: Any = [{"name": "look", "input_schema": {"type": "object"}, "returns": {}}]
-        async with anthropic.AsyncAnthropic(base_url=url, api_key="k", max_retries=0) as client:
+        async with anthropic.AsyncAnthropic(
+            base_url=url, api_key="k", timeout=HANG_S, max_retries=0
+        ) as client:
             payload: dict[str, Any] = {"model": "fake", "max_tokens": 99, "tools": tools}
             question: Any = USER
             first = await client.messages.create(messages=[question], **payload)

@@ -24,10 +24,10 @@ import msgspec
 from swell.configs.runtime.process import freeze_gc
 from swell.coordinator import roster as rosters
 from tests.cluster.fake_cluster import UNLIMITED_STEPS, FakeCluster, FakeEngine
+from tests.support.deadlines import HANG_S
 
 TICK_S = 0.001
 MAX_MODEL_LEN = 131_072
-ANSWER_S = 60.0
 
 
 class Instant(NamedTuple):
@@ -101,12 +101,12 @@ class StallHarness:
 
     def _exchange(self, request: bytes) -> tuple[int, bytes]:
         arrived, start = len(self.engine.arrived), b""
-        with socket.create_connection(self.address, timeout=ANSWER_S) as connection:
+        with socket.create_connection(self.address, timeout=HANG_S) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(request)
             ready = select.poll()
             ready.register(connection, select.POLLIN)
-            deadline_s = time.monotonic() + ANSWER_S
+            deadline_s = time.monotonic() + HANG_S
             while time.monotonic() < deadline_s:
                 if not ready.poll(50):
                     if self.engine.credit_steps or len(self.engine.arrived) == arrived:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swell.cluster.api.web.static_files import FOLDER
+from tests.support.deadlines import HANG_S
 
 NODE = shutil.which("node")
 TESTS = Path(__file__).parent / "modules"
@@ -23,5 +24,5 @@ def test_modules_do_what_their_tests_state(name: str, tmp_path: Path) -> None:
     # Browsers know from the page that the files are modules; Node knows it from this file.
     (tmp_path / "package.json").write_text('{"type": "module"}')
     command = [str(NODE), "--test", name]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -16,6 +16,7 @@ from swell.cluster.api.endpoints import StripTrailingSlash, no_such_route
 from swell.cluster.api.request_context import RequestContextMiddleware
 from swell.cluster.api.web.page_routes import PageRoutes
 from swell.cluster.api.web.static_files import FOLDER, MAX_BYTES, read_static_files
+from tests.support.deadlines import HANG_S
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 NAMES = sorted(read_static_files())
@@ -37,7 +38,7 @@ class Client:
     def request(self, method: str, path: str, headers: Any = None) -> httpx.Response:
         async def run() -> httpx.Response:
             client = httpx.AsyncClient(
-                transport=self._transport, base_url="http://server", timeout=60.0
+                transport=self._transport, base_url="http://server", timeout=HANG_S
             )
             async with client:
                 return await client.request(method, path, headers=headers)

@@ -21,6 +21,7 @@ from swell.cluster.cli.doctor.probes.host_facts import (
 )
 from swell.configs.runtime.process import available_cores
 from swell.configs.schema import Config, load
+from tests.support.deadlines import HANG_S
 
 NODE = "127.0.0.1"
 
@@ -38,7 +39,7 @@ def ask(config: Config | None = None) -> HostFacts:
             config=config,
             libraries=("msgspec", "no-such-library"),
             salt=b"s",
-            timeout_s=60.0,
+            timeout_s=HANG_S,
         )
     )
 

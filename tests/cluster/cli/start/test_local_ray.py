@@ -24,6 +24,7 @@ from swell.cluster.cli.main import main
 from swell.cluster.cli.start import local_ray, ray_processes, ray_settings
 from swell.cluster.cli.start.ray_processes import RayEnded, RayProcesses
 from swell.cluster.cli.start.startup_error import StartupError
+from tests.support.deadlines import HANG_S
 
 TOO_SLOW = "The current node timed out during startup. This could happen because of the raylet"
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
@@ -285,7 +286,7 @@ def test_a_leftover_process_of_ray_is_stopped_with_it(
     with started(screen, tmp_path):
         assert left[0].poll() is None
     try:
-        assert left[0].wait(timeout=60) == -signal.SIGKILL
+        assert left[0].wait(timeout=HANG_S) == -signal.SIGKILL
     finally:
         left[0].kill()
 
@@ -304,7 +305,7 @@ def test_a_ray_that_does_not_stop_is_killed(
     monkeypatch.setattr(ray, "shutdown", wait_for_raylet)
     with started(screen, tmp_path) as processes:
         pass
-    assert not fake.living() and ended.wait(timeout=60) and not processes.is_client_left
+    assert not fake.living() and ended.wait(timeout=HANG_S) and not processes.is_client_left
     monkeypatch.setattr(local_ray, "_LOST_SHUTDOWN_S", 0.1)
     monkeypatch.setattr(ray, "shutdown", threading.Event().wait)
     with started(screen, tmp_path) as processes:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from swell.cluster.cli.start.start_screen import StatusLine, explanation
 from swell.engine.serving.start_timeline import StartPhase
+from tests.support.deadlines import HANG_S
 
 PROGRAM = """
 import os, sys, time
@@ -91,7 +92,7 @@ def test_output_of_libraries_is_written_to_the_log(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM, str(log)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     assert done.stdout.splitlines() == ["one of ours", "another one", "behind it"]
@@ -108,7 +109,7 @@ def test_a_closed_output_does_not_stop_the_start(tmp_path: Path) -> None:
         [sys.executable, "-c", PROGRAM.replace('print("behind it")\n', ""), str(tmp_path / "log")],
         stdout=writer,
         stderr=subprocess.PIPE,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     os.close(writer)

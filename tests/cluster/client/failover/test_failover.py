@@ -14,6 +14,7 @@ from swell.coordinator.roster import MemberState
 from swell.engine.wire import EngineCoreOutput, FinishReason
 from tests.cluster.fake_cluster import FakeCluster, FakeCoordinator, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -361,7 +362,9 @@ def test_several_prompts_move_together(folder: Path) -> None:
 def test_the_client_library_reads_a_stream_that_moved(folder: Path) -> None:
     async def scene(cluster: FakeCluster) -> None:
         first = await cluster.join(0, steps=3)
-        client = openai.AsyncOpenAI(base_url=f"{cluster.client.base_url}/v1", api_key="none")
+        client = openai.AsyncOpenAI(
+            base_url=f"{cluster.client.base_url}/v1", api_key="none", timeout=HANG_S
+        )
         payload = {"model": "fake", "prompt": [1], "max_tokens": 20, "seed": 3}
         async with client:
             chunks = await client.completions.create(**payload, stream=True)

@@ -27,6 +27,7 @@ from tests.cluster.text.grammar.test_answer_grammars import (
 )
 from tests.conformance.in_process_server import start_in_process_server
 from tests.model_kinds import model_kind
+from tests.support.deadlines import HANG_S
 
 NAME = "gpt_oss"
 MARKS = {
@@ -186,7 +187,7 @@ def test_a_model_writes_harmony_messages() -> None:
     ) as house:
         for fields in cases:
             answer = httpx.post(
-                f"{house.url}/v1/chat/completions", json={**base, **fields}, timeout=60
+                f"{house.url}/v1/chat/completions", json={**base, **fields}, timeout=HANG_S
             ).json()
             assert "choices" in answer, answer
             (choice,) = answer["choices"]

@@ -10,6 +10,7 @@ import pytest
 
 from swell.configs.files.gguf.unpacked import COMPLETE, remove_unused, unpacked
 from swell.configs.section import ConfigError
+from tests.support.deadlines import HANG_S
 from tests.support.gguf.files import write_gguf
 from tests.support.gguf.small import small_model
 
@@ -70,7 +71,7 @@ print(unpacked(Path({str(file)!r})), flush=True)
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    process.communicate("\n", timeout=120)
+    process.communicate("\n", timeout=HANG_S)
     assert not process.returncode
 
 
@@ -92,7 +93,7 @@ def test_folders_of_killed_processes_are_removed(file: Path) -> None:
     assert process.stdout
     folder = Path(process.stdout.readline().strip())
     process.kill()
-    process.communicate(timeout=120)
+    process.communicate(timeout=HANG_S)
     assert folder.exists()
     end(unpack_elsewhere(write_gguf(file.parent / "n.gguf", *small_model("qwen2")), ""))
     assert not folder.exists()

@@ -13,9 +13,7 @@ from swell.configs.schema import Config, ConfigError, load
 from swell.engine.executor import ExecutorError
 from swell.engine.executor.inproc import InprocExecutor
 from swell.worker.worker import GroupError
-
-LIMIT_S = 60.0
-"""Longer than every wait that the tests expect to end."""
+from tests.support.deadlines import HANG_S
 
 
 class HangingWorker:
@@ -39,7 +37,7 @@ class HangingWorker:
     def measure(self) -> int:
         if self.fails and self._rank == 0:
             raise ValueError("no memory is left")
-        assert self._aborted.wait(LIMIT_S), "the peers were not aborted"
+        assert self._aborted.wait(HANG_S), "the peers were not aborted"
         self.ended.append(self._rank)
         raise GroupError("aborted")
 
@@ -68,7 +66,7 @@ def test_a_worker_that_fails_does_not_leave_its_peers_in_an_operation(
 ) -> None:
     monkeypatch.setattr(worker, "fails", True)
     with pytest.raises(ConfigError, match="no memory is left"):
-        executor(start_timeout_s=LIMIT_S).start()
+        executor(start_timeout_s=HANG_S).start()
     assert sorted(worker.ended) == [1, 2]
 
 
