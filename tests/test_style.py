@@ -178,7 +178,7 @@ def short_timeouts(source: str) -> list[int]:
     ]
 
 
-def test_what_a_test_waits_for_has_the_common_deadline() -> None:
+def test_waits_have_the_common_deadline() -> None:
     assert short_timeouts("wait(timeout=60)\nwait(timeout=1)\nwait(timeout=HANG_S)") == [1]
     tests = [path for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts]
     found = {str(path.relative_to(ROOT)): short_timeouts(path.read_text()) for path in tests}

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import ray
 
-from swell.configs.runtime.flight_recorder import describe_group, group_of
-from swell.configs.runtime.log import first_line
+from swell.configs.runtime.flight_recorder import describe_group, group_of, recorder
+from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.engine.executor.process_killer import run_on_node
 
 _DESCRIBE_S = 5.0
@@ -25,10 +25,35 @@ _FILES = 20
 _PATTERN = "swell-hang-*.txt"
 
 
-def save_hang_report(title: str, group: str, hanging: Collection[int], nodes: Iterable[str]) -> str:
-    """Describes the processes of an engine on these nodes, and returns `HOST:PATH` of the file; an
-    empty string if it cannot be written. `group`: see `FlightRecorder.publish`. `hanging`: the
-    pids that will be killed."""
+class HangReports:
+    """The reports of an engine whose workers are processes."""
+
+    def __init__(self, group: str) -> None:
+        """`group`: that of the workers, see `FlightRecorder.publish`."""
+        self._group = group
+        self.newest = ""
+        """`HOST:PATH` of the newest file; empty if there is none."""
+        self._log = StructuredLogger("engine.executor")
+        recorder().publish(group, "engine")
+
+    def save(self, title: str, hanging: Collection[int], nodes: Iterable[str]) -> None:
+        """Describes the engine's processes on these nodes. `hanging`: the pids that will be
+        killed."""
+        self.newest = _save(title, self._group, hanging, nodes)
+        self._log.warning("state of the engine is saved", file=self.newest)
+
+
+def save_report_of_process(title: str, pid: int, node: str) -> str:
+    """Describes a process that hangs, and all processes of its group on its node. Returns
+    `HOST:PATH` of the file; an empty string if it cannot be written."""
+    try:
+        group = run_on_node(node, _DESCRIBE_S, group_of, pid)
+    except ray.exceptions.RayError:
+        return ""
+    return _save(title, group, [pid], [node]) if group else ""
+
+
+def _save(title: str, group: str, hanging: Collection[int], nodes: Iterable[str]) -> str:
     parts = [f"{title}\n{time.strftime('%Y-%m-%d %H:%M:%S', time.gmtime())} UTC\n"]
     for node in sorted(set(nodes)):
         try:
@@ -39,15 +64,6 @@ def save_hang_report(title: str, group: str, hanging: Collection[int], nodes: It
         path = _write(_folder(), "\n".join(parts))
         return f"{socket.gethostname()}:{path}"
     return ""
-
-
-def save_report_of_process(title: str, pid: int, node: str) -> str:
-    """Does the same for a process that hangs, and for all of its group on its node."""
-    try:
-        group = run_on_node(node, _DESCRIBE_S, group_of, pid)
-    except ray.exceptions.RayError:
-        return ""
-    return save_hang_report(title, group, [pid], [node]) if group else ""
 
 
 def _folder() -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -18,7 +18,6 @@ import ray
 from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from swell.configs.runtime.flight_recorder import recorder
 from swell.configs.runtime.log import StructuredLogger, first_line
 from swell.configs.runtime.network import other_ports
 from swell.configs.schema import Config, ConfigError
@@ -36,7 +35,7 @@ from swell.engine.executor import (
     phase_text,
 )
 from swell.engine.executor.adapter_loads import AdapterLoads
-from swell.engine.executor.hang_report import save_hang_report
+from swell.engine.executor.hang_report import HangReports
 from swell.engine.executor.heartbeat_listener import HeartbeatListener
 from swell.engine.executor.host_shares import stage_order
 from swell.engine.executor.process_killer import kill_process
@@ -132,8 +131,7 @@ class RayExecutor(Executor):
         cluster = config.cluster
         ports = other_ports(cluster.port_range)
         self._inbox: Inbox[WorkerMessage] = Inbox(WorkerMessage, keys, host, ports=ports)
-        recorder().publish(self._inbox.address.ipc, "engine")
-        self._hang_report = ""
+        self._hangs = HangReports(self._inbox.address.ipc)
         self._heartbeats = HeartbeatListener(keys, host, cluster.stall_timeout_s, ports)
         self._workers: dict[int, RayWorker] = {}
         self._table = WorkerTable(config.parallel.tensor, config.parallel.world)
@@ -422,7 +420,9 @@ class RayExecutor(Executor):
         self._repaired_at.append(now)
         lost, self._lost = sorted(self._lost), {}
         if hanging := self._heartbeats.stopped():
-            self._save_state(hanging)
+            pids = [self._workers[rank].pid for rank in hanging]
+            nodes = {worker.node for worker in self._workers.values()}
+            self._hangs.save(self._heartbeats.describe(), pids, nodes)
         self._table.replace(lost)
         for rank in lost:
             self._kill(self._workers.pop(rank))
@@ -455,15 +455,7 @@ class RayExecutor(Executor):
 
     @property
     def hang_report(self) -> str:
-        return self._hang_report
-
-    def _save_state(self, hanging: Collection[int]) -> None:
-        """Saves the state of this engine, before the workers that hang are replaced."""
-        nodes = {worker.node for worker in self._workers.values()}
-        pids = [self._workers[rank].pid for rank in hanging]
-        title, group = self._heartbeats.describe(), self._inbox.address.ipc
-        self._hang_report = save_hang_report(title, group, pids, nodes)
-        self._log.warning("state of the engine is saved", file=self._hang_report)
+        return self._hangs.newest
 
     def _kill(self, worker: RayWorker) -> None:
         """Kills a worker that may be dead already, or stopped, or busy. Frees its memory, unless

@@ -194,7 +194,7 @@ def test_any_ingress_cancels_a_stream_by_its_id(cluster: Cluster) -> None:
     }
     for _ in range(ASKS):
         with httpx.stream(
-            "POST", f"{cluster.url}/v1/completions", json=payload, timeout=120
+            "POST", f"{cluster.url}/v1/completions", json=payload, timeout=HANG_S
         ) as answer:
             id = answer.headers["x-request-id"]
             cancelled = cluster.post("/v1/cancel", {"request_id": id})

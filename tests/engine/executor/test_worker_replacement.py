@@ -185,7 +185,7 @@ class RepairingExecutor(RayExecutor):
         self._workers |= {rank: RayWorker(rank, "actor", "node") for rank in ranks}
         self._call("start", ranks)
 
-    def _init_caches(self, ranks: Sequence[int], _limits: Any) -> None:
+    def _init_caches(self, ranks: Sequence[int], _limits: Any, _progress: Any) -> None:
         self._call("cache", ranks)
 
     def _load_adapters(self, ranks: list[int]) -> None:
@@ -230,7 +230,7 @@ def test_a_refusal_is_reported_instead_of_the_failure_of_groups_that_it_causes(m
     monkeypatch.setattr(executor, "_send", lambda *_message: None)
     try:
         with pytest.raises(ConfigError, match="no KV block fits"):
-            executor._measure([0, 1])
+            executor._measure([0, 1], lambda text: None)
     finally:
         executor._heartbeats.close()
         executor._inbox.close()
