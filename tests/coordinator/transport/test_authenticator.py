@@ -27,7 +27,8 @@ from swell.coordinator.transport.channel import (
     make_keys,
 )
 from swell.coordinator.transport.handshakes import MAX_MESSAGE_BYTES, MAX_PENDING, PendingHandshakes
-from tests.coordinator.transport.test_channel import NEVER_S, SOON_S, take
+from tests.coordinator.transport.test_channel import NEVER_S, take
+from tests.support.deadlines import HANG_S
 from tests.support.untrusted.untrusted_peers import (
     Door,
     Recorder,
@@ -86,7 +87,7 @@ def assert_serves(inbox: Inbox[str], peer: Outlet[str]) -> None:
     peer.send("after")
     assert take(inbox, 1) == [(b"peer", "after")]
     inbox.send(b"peer", "answer")
-    assert peer.receive(SOON_S) == "answer"
+    assert peer.receive(HANG_S) == "answer"
     assert inbox.malformed == 0
 
 
@@ -147,7 +148,7 @@ first."""
 
 
 def eventually(value, is_good):
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while not is_good(found := value()):
         assert time.monotonic() < deadline, found
         time.sleep(0.01)
@@ -315,7 +316,7 @@ def test_a_peer_is_refused_before_its_handshake_or_not_at_all(keys, monkeypatch)
 def test_an_untrusted_peer_may_announce_no_more_than_the_limit(keys, monkeypatch, excess) -> None:
     """A frame larger than the limit is refused when its size is announced, before memory is
     allocated."""
-    monkeypatch.setattr(authenticator, "HANDSHAKE_S", 10 * SOON_S)
+    monkeypatch.setattr(authenticator, "HANDSHAKE_S", 10 * HANG_S)
     inbox: Inbox[str] = Inbox(str, keys)
     size = MAX_MESSAGE_BYTES + excess
     with door_of(inbox.address, "tcp").connect() as untrusted_peer:
@@ -349,7 +350,7 @@ def test_a_reused_file_descriptor_is_not_closed(
     with (tmp_path / "file").open("wb") as file, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        with socket.create_connection(listener.getsockname(), timeout=SOON_S):
+        with socket.create_connection(listener.getsockname(), timeout=HANG_S):
             connection, _ = listener.accept()
         monkeypatch.setattr(os, "dup", duplicate)
         for number in (file.fileno(), listener.fileno(), connection.fileno(), 10**6):
@@ -357,7 +358,7 @@ def test_a_reused_file_descriptor_is_not_closed(
         with connection:
             assert connection.recv(1) == b""
         file.write(b"a")
-        with socket.create_connection(listener.getsockname(), timeout=SOON_S):
+        with socket.create_connection(listener.getsockname(), timeout=HANG_S):
             listener.accept()[0].close()
     assert len(copies) == 3
     for copy in copies:

@@ -20,7 +20,7 @@ from swell.coordinator.transport.channel import (
     make_keys,
 )
 from tests.coordinator.transport.test_authenticator import eventually
-from tests.coordinator.transport.test_channel import SOON_S
+from tests.support.deadlines import HANG_S
 from tests.support.untrusted.untrusted_peers import greeting, knocks
 
 pytestmark = pytest.mark.slow
@@ -55,7 +55,7 @@ class OtherProgram:
             while True:
                 visitor, _ = self._socket.accept()
                 with visitor, contextlib.suppress(OSError):
-                    visitor.settimeout(SOON_S)
+                    visitor.settimeout(HANG_S)
                     visitor.sendall(self._answer)
                     visitor.shutdown(socket.SHUT_WR)
                     while visitor.recv(4096):
@@ -66,7 +66,7 @@ class OtherProgram:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # already closed
             self._socket.shutdown(socket.SHUT_RDWR)
-        self._thread.join(SOON_S)
+        self._thread.join(HANG_S)
         self._socket.close()
 
 
@@ -99,7 +99,7 @@ def test_an_outlet_reaches_its_peer_after_another_program(other, keys) -> None:
         outlet.send("meanwhile")
         outlet.receive(0.005)
     inbox = successor(other, keys)
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     received = ""
     while not received and time.monotonic() < deadline:
         outlet.send("again")
@@ -112,7 +112,7 @@ def test_an_outlet_reaches_its_peer_after_another_program(other, keys) -> None:
 def test_an_outlet_that_only_listens_tries_again(other, keys) -> None:
     """An outlet that only receives reconnects, as an engine that waits for its coordinator must."""
     outlet: Outlet[str] = Outlet(far(other.port), str, keys)
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while other.visits < 3 and time.monotonic() < deadline:
         assert outlet.receive(0.01) is None
     assert other.visits >= 3
@@ -131,7 +131,7 @@ def test_an_async_outlet_reaches_its_peer_after_another_program(other, keys) -> 
             assert not outlet.is_connected()
             await asyncio.sleep(0.005)
         inbox = successor(other, keys)
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         # without sending a message
         while not outlet.is_connected() and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

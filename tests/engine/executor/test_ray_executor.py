@@ -164,9 +164,7 @@ def assert_explains(report: str, pids: list[int]) -> None:
     """Checks a report on worker 1, which is suspended, while worker 0 waits for it."""
     stopped, progress, *_ = report.splitlines()
     assert stopped.startswith("worker 1 sent no heartbeat for ")
-    assert re.fullmatch(
-        r"layers or operations since .*: worker 0 [1-9]\d*, worker 1 [1-9]\d*", progress
-    )
+    assert re.fullmatch(r"layers or operations since .*: worker 0 \d+, worker 1 \d+", progress)
     engine, running, suspended = re.split(r"^== ", report, flags=re.MULTILINE)[1:]
     assert engine.startswith(f"engine (pid {os.getpid()}), runs")
     assert running.startswith(f"worker 0 (pid {pids[0]}), runs")

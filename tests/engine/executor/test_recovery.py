@@ -34,7 +34,8 @@ from swell.worker.wire import (
     SchedulerOutput,
 )
 from tests.engine.executor.fake_worker import expected
-from tests.engine.serving.test_server import LONG, SOON_S, Engine, StepExecutor, request
+from tests.engine.serving.test_server import LONG, Engine, StepExecutor, request
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +90,7 @@ class CoordinatorInbox:
 
     def until(self, kind: object) -> CoordinatorMessage:
         """Returns the next message of a kind."""
-        deadline = time.monotonic() + SOON_S
+        deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:
             for peer, message in self.inbox.receive(0.05):
                 self.peer = peer
@@ -182,7 +183,7 @@ def test_an_unrecoverable_failure_stops_the_engine(harness) -> None:
     engine.executor.repair_fails = True
     engine.executor.breaks_by = WorkerLost("worker 1 died")
     engine.client().send(request("r", [1]))
-    engine.thread.join(SOON_S)
+    engine.thread.join(HANG_S)
     assert isinstance(engine.failure, ExecutorError) and "no room" in str(engine.failure)
 
 
@@ -250,7 +251,7 @@ def test_requests_of_a_silent_client_are_dropped(harness_with_short_timeouts) ->
     silent, alive = engine.client(), engine.client()
     silent.send(request("silent", [1], max_tokens=LONG))
     alive.send(request("alive", [1], max_tokens=LONG))
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while "silent" not in silent.ended:
         assert time.monotonic() < deadline
         alive.send(KeepAlive())
@@ -323,14 +324,14 @@ def test_an_engine_in_a_long_step_still_sends_heartbeats(harness) -> None:
 
     def hold(plan: SchedulerOutput) -> None:
         begun.set()
-        ends.wait(SOON_S)
+        ends.wait(HANG_S)
 
     client = engine.client()
     client.send(request("r", [1], max_tokens=LONG))
     while not inbox.until(EngineReport).running:
         pass
     engine.executor.sees = hold
-    assert begun.wait(SOON_S)
+    assert begun.wait(HANG_S)
     try:
         reports = [inbox.until(EngineReport) for _ in range(3)]
         while len({(report.running, report.steps) for report in reports[-3:]}) > 1:

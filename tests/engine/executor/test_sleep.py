@@ -40,8 +40,9 @@ from swell.worker.wire import GroupPlan, Regrouped
 from swell.worker.worker import Worker
 from tests.engine.executor.fake_worker import expected
 from tests.engine.executor.test_recovery import CoordinatorInbox, Harness, make_harness
-from tests.engine.serving.test_server import SOON_S, Engine, request
+from tests.engine.serving.test_server import Engine, request
 from tests.support import paths
+from tests.support.deadlines import HANG_S
 from tests.worker import tiny_models
 
 pytestmark = pytest.mark.slow
@@ -209,7 +210,7 @@ def test_a_pause_during_a_wake_up_keeps_the_engine_asleep(harness: Harness) -> N
     inbox.inbox.send(inbox.peer, Resume(0))
     inbox.inbox.send(inbox.peer, Pause(0))
     inbox.until(Paused)
-    deadline = time.monotonic() + SOON_S
+    deadline = time.monotonic() + HANG_S
     while engine.server.core.memory.sleep_level != 1 or plans.levels not in ([1], [1, 0, 1]):
         assert time.monotonic() < deadline, plans.levels
         time.sleep(0.01)
