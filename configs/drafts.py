@@ -1,5 +1,5 @@
 """The section `drafts`: speculative decoding, which proposes draft tokens and verifies them in one
-step (`docs/operate/speculative-decoding.md`)."""
+step (`docs/tune/speculative-decoding.md`)."""
 
 from __future__ import annotations
 

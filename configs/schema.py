@@ -73,7 +73,7 @@ class ModelConfig(Section, frozen=True):
     they are loaded, to integers of 8 or 4 bits, and a float16 scale for each 32 neighbouring inputs
     of an output (8.5 or 4.5 bits per weight). The head then has 8 bits in any case. Embeddings
     without a head, norms, biases, routers, experts, adapters and draft models are not quantized
-    (docs/operate/quantization.md)."""
+    (docs/tune/quantization.md)."""
     activations: Literal["auto", "exact", "int8", "fp8"] = "exact"
     """How products with quantized weights are computed. `exact`: with weights that are dequantized
     to `dtype`. `int8`, only on CPUs: the inputs of a row are rounded to integers of 8 bits, too,
@@ -81,7 +81,7 @@ class ModelConfig(Section, frozen=True):
     and less precise. `fp8`, only on GPUs: the inputs of a row are rounded to FP8 with one scale,
     for weights of a checkpoint in FP8 with one scale for the matrix or for each output. `auto`: on
     CPUs `int8` for weights in groups of up to 64 inputs, whose cost in quality was measured
-    (docs/operate/quantization.md); otherwise `exact`. Read only if `quantize` is set."""
+    (docs/tune/quantization.md); otherwise `exact`. Read only if `quantize` is set."""
     max_model_len: Positive | None = None
     """Longest prompt plus answer, in tokens; None: what the model and the cache allow."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -149,7 +149,7 @@ class CacheConfig(Section, frozen=True):
     """Type in which K and V are stored. `auto`: `model.dtype`. `int8`, `fp8` (E4M3): 8 bits, with a
     float32 scale for each token and KV head, so that about twice as many blocks fit into the same
     memory as with bfloat16, or four times as many as with float32. `int8` is the more exact one
-    (docs/operate/kv-cache.md)."""
+    (docs/tune/kv-cache.md)."""
     memory_bytes: Positive | None = None
     """Bytes of the KV cache of one worker; None: determined by `memory_fraction`."""
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None

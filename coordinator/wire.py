@@ -129,7 +129,7 @@ class EngineReport(msgspec.Struct, frozen=True, tag=1, array_like=True, gc=False
     """How often the engine woke up: included in `repairs`, although no worker was replaced."""
     expert_imbalance: float = 0.0
     """Imbalance of the experts that engines share, at the last check; 0: not measured
-    (`docs/operate/experts.md`)."""
+    (`docs/tune/experts.md`)."""
     freed_bytes: int = 0
     """Bytes that its workers have released while it sleeps."""
     is_repairing: bool = False

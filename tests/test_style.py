@@ -19,8 +19,6 @@ MAX_FOLDER_FILES = 15
 MAX_PARAMETERS = 9
 
 TABLES = {
-    "docs/guide": "one page for each subject of a client; `docs/index.md` lists them",
-    "docs/operate": "one page for each subject of an operator; `docs/index.md` lists them",
     "kernels/cpu": "one C++ file for each operation, next to its Python file",
     "tests/benchmarks": "one file for each benchmark",
     "tests/conformance/peers": "one file for each group of tests of vLLM or SGLang",

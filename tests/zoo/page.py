@@ -36,7 +36,7 @@ either has equal results, or is refused with a reason. `make test` tests a fixed
   second model with one was run; a different result is in parentheses. Other values of its keys are
   checked by the same rules when a model is loaded.
 - Quantized checkpoints: [quantization.md](quantization.md). GGUF files:
-  [gguf.md](../guide/gguf.md).
+  [gguf.md](../operate/gguf.md).
 - Pooling models (embeddings, rerankers, classifiers): [pooling.md](../guide/pooling.md).
 - LoRA adapters of the dense native models: [adapters.md](../guide/adapters.md).
 

@@ -1,5 +1,5 @@
 """The draft model of a worker, which proposes the next tokens of rows: a small model, or a head of
-the target model (`docs/operate/speculative-decoding.md`).
+the target model (`docs/tune/speculative-decoding.md`).
 
 The output rank of the engine holds the whole draft model, regardless of how the target model is
 split. It uses the same block numbers as the target model for its own KV, so everything that is

@@ -26,7 +26,7 @@ HEAD_BITS = 8
 them, and their rows are the same for all layers, so 4 bits would cost more than they save."""
 _MEASURED_GROUP = 64
 """The largest group of inputs with which rounded inputs change the perplexity of all measured
-models by less than 0.5 % (docs/operate/quantization.md). A larger group has a coarser scale."""
+models by less than 0.5 % (docs/tune/quantization.md). A larger group has a coarser scale."""
 _BITS = {"none": None, "keep": None, "int8": 8, "int4": 4}
 FP8_GPU = (8, 9)
 """The oldest compute capability with products of FP8 numbers."""

@@ -49,7 +49,7 @@ def cache_notes(
     return (
         f"the checkpoint is made for a quantized KV cache ({made_for}): only cache.dtype=int8 or "
         "fp8 chooses one, with a scale of its own for each vector "
-        "(docs/operate/kv-cache.md)",
+        "(docs/tune/kv-cache.md)",
     )
 
 

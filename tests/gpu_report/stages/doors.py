@@ -16,10 +16,10 @@ from swell.kernels import backends
 from swell.kernels.attention import AttentionMetadata
 from swell.kernels.host.cache_format import LIMITS, cache_width
 from swell.kernels.inputs import Bucket, Inputs
-from swell.kernels.linear import pack_quantized
+from swell.kernels.linear import Weight, pack_quantized
 from swell.kernels.lora import LoraTokens, LoraWeights
 from swell.kernels.moe import ExpertTable
-from swell.kernels.weights.quantized import Numbers, PackedQuantizedTensor, QuantizedTensor
+from swell.kernels.weights.quantized import Numbers, QuantizedTensor
 from tests.gpu_report.scale import Figures, Scale
 
 Case = Callable[[ModuleType, Callable[[Tensor], Tensor]], list[Tensor]]
@@ -214,22 +214,25 @@ def _moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
 
 
 def _quantized_moe(moe: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """Experts with integers of 4 bits, and of 8 bits with minima."""
+    """Experts with integers of 4 bits, and of 8 bits with minima; the reference has floats."""
     x = to(_randn(7, 256) / 16)
     _, experts = moe.route(to(_randn(7, 4)), 2, True)
     table = ExpertTable(4, x.device)
     for expert in range(4):
         up, down = _form(4, 32), _form(8, 16, mins=True, shape=(256, 48))
-        table[expert] = _packed(up, x), _packed(down, x)
+        table[expert] = _expert_weight(moe, up, x), _expert_weight(moe, down, x)
     outputs = torch.zeros(7, 2, 256, dtype=x.dtype, device=x.device)
     moe.expert_outputs(x, experts, table, outputs)
     return [outputs]
 
 
-def _packed(form: tuple[Any, ...], x: Tensor) -> PackedQuantizedTensor:
+def _expert_weight(moe: ModuleType, form: tuple[Any, ...], x: Tensor) -> Weight:
     """Returns the weight that the parts of `_form` make, for products with `x`."""
     parts = (None if part is None else part.to(x.device) for part in form[:3])
-    return pack_quantized(QuantizedTensor(*parts, *form[3:]), x.dtype)
+    weight = QuantizedTensor(*parts, *form[3:])
+    if moe is _reference("moe"):
+        return weight.dequantize(x.dtype)
+    return pack_quantized(weight, x.dtype)
 
 
 def _inputs(inputs: ModuleType, to: Callable[[Tensor], Tensor]) -> list[Tensor]:

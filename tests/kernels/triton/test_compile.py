@@ -81,7 +81,9 @@ BUDGETS = {
     ),
     "logprobs": Budget(test_logprobs.launches, 4 << 10),
     "lora": Budget(test_lora.launches, 64 << 10),
-    "moe": Budget(test_moe.launches, 110 << 10),
+    "moe": Budget(
+        lambda dtype: chain(test_moe.launches(dtype), test_moe.quantized_launches(dtype)), 110 << 10
+    ),
     "norm": Budget(test_norm.launches, 128),
     "penalties": Budget(test_penalties.launches, 4 << 10),
     "qkv": Budget(

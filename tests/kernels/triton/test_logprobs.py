@@ -71,7 +71,7 @@ def test_more_than_the_kernels_rank_is_left_to_the_reference():
 
 def test_no_position():
     ranked = rank_tokens(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 3)
-    assert [tuple(x.shape) for x in ranked] == [(0, 4), (0, 4), (0,)]
+    assert [tuple(x.shape) for x in ranked[:3]] == [(0, 4), (0, 4), (0,)]
 
 
 @pytest.mark.parametrize("place", [3, BLOCK + 3])

@@ -35,9 +35,13 @@ pytestmark = pytest.mark.slow
 CPU = torch.device("cpu")
 
 
+MODELS = (128, 8, 2048, 768), (8, 2, 4096, 14336)
+"""Experts, experts per token, and sizes of Qwen3-30B-A3B and Mixtral."""
+
+
 def launches(dtype: torch.dtype) -> Iterator[object]:
-    """Launches the kernels in sizes of models: few and many tokens of Qwen3-30B-A3B and Mixtral."""
-    for count, top_k, hidden, size in ((128, 8, 2048, 768), (8, 2, 4096, 14336)):
+    """Launches the kernels in sizes of models, for few and many tokens."""
+    for count, top_k, hidden, size in MODELS:
         expert = torch.empty(2 * size, hidden, dtype=dtype), torch.empty(hidden, size, dtype=dtype)
         table = ExpertTable(count, CPU, {0: expert})
         exact = ExpertTable(count, CPU, {0: packed(expert)})
@@ -48,11 +52,18 @@ def launches(dtype: torch.dtype) -> Iterator[object]:
             experts = torch.empty(tokens, top_k, dtype=torch.int64)
             yield expert_outputs(x, experts, table, out)
             yield expert_outputs(x, experts, exact, out)
-            for form in (COMPILED[1], *COMPILED[-2:]) if tokens == 1 else ():
-                pair = (empty_weight(2 * size, hidden, dtype, form),)
-                pair += (empty_weight(hidden, size, dtype, form),)
-                yield expert_outputs(x, experts, ExpertTable(count, CPU, {0: pair}), out)
             yield combine_experts(out, torch.empty(tokens, top_k))
+
+
+def quantized_launches(dtype: torch.dtype) -> Iterator[object]:
+    """Launches the product with quantized weights, for one token."""
+    for count, top_k, hidden, size in MODELS:
+        x, out = torch.empty(1, hidden, dtype=dtype), torch.empty(1, top_k, hidden, dtype=dtype)
+        experts = torch.empty(1, top_k, dtype=torch.int64)
+        for form in (COMPILED[1], *COMPILED[-2:]):
+            pair = (empty_weight(2 * size, hidden, dtype, form),)
+            pair += (empty_weight(hidden, size, dtype, form),)
+            yield expert_outputs(x, experts, ExpertTable(count, CPU, {0: pair}), out)
 
 
 def packed(expert: tuple[Tensor, Tensor]) -> tuple[Weight, Weight]:

@@ -175,7 +175,7 @@ def test_scales_of_a_cache_are_not_loaded(
     if cache.form:
         assert lines.pop(0).startswith("the checkpoint is quantized (")
     (line,) = lines
-    for part in (cache.noted, "cache.dtype=int8 or fp8", "docs/operate/kv-cache.md"):
+    for part in (cache.noted, "cache.dtype=int8 or fp8", "docs/tune/kv-cache.md"):
         assert part in line
 
 
