@@ -234,7 +234,7 @@ COMMANDS = {
 EXPECTED = (
     "swell.configs.section:ConfigError",
     "swell.cluster.cli.start.startup_error:StartupError",
-    "swell.cluster.text.params.sampling_params:BadRequest",
+    "swell.cluster.text.errors:BadRequest",
     "swell.cluster.cli.http_client:ServerError",
     "swell.engine.executor:ExecutorError",
     "builtins:OSError",

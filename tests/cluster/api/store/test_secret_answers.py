@@ -73,6 +73,7 @@ class Describing(Failing):
                 error=error,
                 missing_engine=MissingEngine(0, error, 9, 0.0, exhausted=True, dying=False),
                 leftovers=Leftovers(["a"], error, 1, 1.0),
+                hang_reports=(),
                 upgrade={"phase": "failed", "error": error},
                 scaling={},
             ),
