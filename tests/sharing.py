@@ -32,6 +32,7 @@ CLUSTERS = (
 )
 """Prefixes of the ids of tests that start Ray."""
 NETWORKS = (
+    "tests/cluster/api/web/test_cluster_view.py",
     "tests/cluster/api/web/test_docs_page.py",
     "tests/cluster/api/web/test_playground.py",
     "tests/faults/hosts/test_hosts.py",

@@ -31,7 +31,16 @@ GPU_WITHOUT_COMPILER = (
     "os.environ.update(PATH='', CC='')"
 )
 """Lets a process have a GPU, and no compiler with which Triton could launch kernels."""
-HELPERS = {"build", "capture", "exchange", "graph", "padding", "quantized", "quantized_cache"}
+HELPERS = {
+    "build",
+    "capture",
+    "exchange",
+    "float8",
+    "graph",
+    "padding",
+    "quantized",
+    "quantized_cache",
+}
 """Modules of backends that implement no operation."""
 
 

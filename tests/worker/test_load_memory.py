@@ -67,14 +67,13 @@ def measure(path, settings):
         first.update({key: status(key) for key in ("RssAnon", "VmHWM")})
         return model
 
-    def on_loaded(done, total):
+    def on_progress(message):
         anonymous.append(status("RssAnon"))
         allocated.append(status("VmData"))
 
     module.build_model = build_and_begin
     settings = {"model.device": "cpu", "model.dtype": "float32", **settings}
-    worker = module.Worker(load(path, settings))
-    worker._on_loaded = on_loaded
+    worker = module.Worker(load(path, settings), progress=on_progress)
     nbytes = worker.load()
     if worker.config.parallel.expert:  # they come when the engines share them
         rebalance(worker.model, worker.mesh, worker.config.model, lambda: None)

@@ -364,7 +364,7 @@ def test_a_fault_of_a_row_hits_answers(monkeypatch: pytest.MonkeyPatch, streamin
         raise NotReached("the end of this test")
 
     monitor.wait_for_state, monitor.replicas = get_state, list
-    monkeypatch.setattr("tests.faults.moments._LIMIT_S", 0.0)
+    monkeypatch.setattr("tests.faults.moments.HANG_S", 0.0)
     running.open = {number: Answer(0, 1.0, chunks_s=[2.0]) for number in range(streaming)}
     asyncio.run(record.inject_and_wait(Fault("kill", act), 0.5))
     assert hit == ([2] if streaming == 2 else [])

@@ -168,6 +168,7 @@ def test_scales_of_a_cache_are_not_loaded(
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.full(shape, 0.5)
     save_file({name: part.contiguous() for name, part in tensors.items()}, folder / WEIGHTS)
     with caplog.at_level(logging.INFO, "swell"):
+        caplog.clear()  # another test may have chosen this level before
         found = load(folder, backend).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
