@@ -118,10 +118,11 @@ class FlightRecorder:
     def _answer_forever(self) -> None:
         while os.read(self._requests, 4096):
             text = "".join(_stacks_of_all_threads())
-            if os.fstat(self._stacks).st_size > _STACKS_BYTES:
-                os.ftruncate(self._stacks, 0)
-                os.lseek(self._stacks, 0, os.SEEK_SET)
-            os.write(self._stacks, text.encode())
+            with suppress(OSError):  # without memory there are no stacks, and nothing else stops
+                if os.fstat(self._stacks).st_size > _STACKS_BYTES:
+                    os.ftruncate(self._stacks, 0)
+                    os.lseek(self._stacks, 0, os.SEEK_SET)
+                os.write(self._stacks, text.encode())
 
 
 @cache
@@ -164,8 +165,8 @@ class _Process:
         """Returns None if the process does not record, has exited, or belongs to another user."""
         folder = Path(f"/proc/{pid}/fd")
         with suppress(OSError, ValueError):
-            for descriptor in folder.iterdir():
-                if os.readlink(descriptor) == _LINK:
+            for descriptor, link in _open_files(pid):
+                if link == _LINK:
                     memory = descriptor.read_bytes()
                     header = memory[:_HEADER_BYTES].decode(errors="replace").split("\n")
                     own, stacks, requests, name, group = header[:5]
@@ -283,13 +284,20 @@ def _threads(pid: int) -> Iterator[str]:
             yield f"{folder.name} {name}: state {state}, waits in {waits or '-'}"
 
 
-def _connections(pid: int) -> Iterator[str]:
-    inodes = set()
+def _open_files(pid: int) -> Iterator[tuple[Path, str]]:
+    """Yields the descriptors of a process, and what they refer to. Some may be closed meanwhile."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                if (link := os.readlink(descriptor)).startswith("socket:["):
-                    inodes.add(link[len("socket:[") : -1])
+                yield descriptor, os.readlink(descriptor)
+
+
+def _connections(pid: int) -> Iterator[str]:
+    inodes = {
+        link.removeprefix("socket:[").rstrip("]")
+        for _, link in _open_files(pid)
+        if link.startswith("socket:[")
+    }
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:

@@ -191,3 +191,24 @@ def test_events_of_many_threads_are_whole() -> None:
     read = flight_recorder._Process(0, "", "", bytes(own._memory), Path(), Path())
     events = [event.partition(" ")[2] for event in read.events()]
     assert len(events) == 128 and {len(set(event)) for event in events} == {1}
+
+
+def test_files_that_are_closed_meanwhile_hide_no_process(group, monkeypatch) -> None:
+    original = os.readlink
+
+    def readlink(path: Path) -> str:
+        if int(path.name) < 3:
+            raise FileNotFoundError(path)
+        return original(path)
+
+    with recording(group, "worker 0", "run") as process:
+        monkeypatch.setattr(os, "readlink", readlink)
+        assert group_of(process.pid) == group
+
+
+def test_a_recorder_without_memory_for_stacks_does_not_end_its_process(monkeypatch) -> None:
+    own = FlightRecorder()
+    asked = iter([b".", b".", b""])
+    monkeypatch.setattr(flight_recorder.os, "read", lambda *_: next(asked))
+    own._answer_forever()  # there is no file for stacks yet
+    assert next(asked, None) is None
