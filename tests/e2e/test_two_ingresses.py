@@ -7,6 +7,7 @@ an OpenTelemetry collector.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,6 +15,8 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -184,23 +187,35 @@ def test_each_ingress_finds_requests_of_both(cluster: Cluster) -> None:
 
 
 def test_any_ingress_cancels_a_stream_by_its_id(cluster: Cluster) -> None:
-    """Each request chooses an ingress at random, so some cancels arrive at the other one."""
-    payload = {
-        "prompt": [1, 2],
-        "max_tokens": 400,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_interval": 1,
-    }
-    for _ in range(ASKS):
-        with httpx.stream(
-            "POST", f"{cluster.url}/v1/completions", json=payload, timeout=HANG_S
-        ) as answer:
-            id = answer.headers["x-request-id"]
-            cancelled = cluster.post("/v1/cancel", {"request_id": id})
-            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
-        assert cancelled.json() == {"results": [{"id": id, "status": "cancelled"}]}
-        assert json.loads(lines[-1])["choices"][0]["finish_reason"] == "abort"
+    """Each request chooses an ingress at random, so some cancels arrive at the other one. No answer
+    can finish before: the workers are suspended."""
+    engines = cluster.get("/admin/cluster").json()["engines"]
+    workers = [worker["pid"] for engine in engines for worker in engine["workers"]]
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor() as pool:
+            assert [*pool.map(partial(cancel, cluster), range(ASKS))] == ["abort"] * ASKS
+    finally:
+        for pid in workers:
+            with contextlib.suppress(ProcessLookupError):  # it counted as hanging
+                os.kill(pid, signal.SIGCONT)
+
+
+def cancel(cluster: Cluster, number: int) -> str:
+    """Cancels an answer that waits for its first token, and returns its finish reason."""
+    id, url = f"cancelled-{number}", f"{cluster.url}/v1/completions"
+    payload = {"prompt": [1, 2], "max_tokens": 400, "stream": True}
+    with ThreadPoolExecutor(1) as pool:
+        sent = {"json": payload, "headers": {"x-request-id": id}, "timeout": HANG_S}
+        answer = pool.submit(httpx.post, url, **sent)
+        deadline = time.monotonic() + HANG_S
+        while (found := cluster.post("/v1/cancel", {"request_id": id})).status_code != 200:
+            assert time.monotonic() < deadline, found.text  # no ingress has read the request yet
+        assert found.json() == {"results": [{"id": id, "status": "cancelled"}]}
+        lines = [line[6:] for line in answer.result().text.splitlines() if "choices" in line]
+    reason: str = json.loads(lines[-1])["choices"][0]["finish_reason"]
+    return reason
 
 
 def chunk_of(cluster: Cluster, session: str, number: int, ids: list[int]) -> dict[str, Any]:

@@ -19,10 +19,11 @@ from tests.support.deadlines import HANG_S
 SLEEP = "import time; print(flush=True); time.sleep(600)"
 STOPS_AGAIN = """
 import os, signal
-signal.signal(signal.SIGCONT, lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCONT])  # so no wait begins after its signal
 print(flush=True)
 while True:
-    signal.pause()
+    signal.sigwait([signal.SIGCONT])
+    os.kill(os.getpid(), signal.SIGSTOP)
 """
 Start = Callable[..., "subprocess.Popen[str]"]
 
