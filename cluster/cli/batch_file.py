@@ -145,8 +145,8 @@ def _shown(value: object) -> str:
 
 
 def check_input(lines: Iterable[InputLine]) -> set[str]:
-    """Returns the ids of all lines. Raises ConfigError if two lines have the same `custom_id`:
-    their answers could not be told apart."""
+    """Returns the ids of all lines. Raises ConfigError if two lines have the same `custom_id`,
+    because nobody could match their answers to them."""
     first: dict[str, int] = {}
     ids = set()
     for line in lines:

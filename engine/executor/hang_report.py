@@ -48,7 +48,7 @@ def save_report_of_process(title: str, pid: int, node: str) -> str:
     `HOST:PATH` of the file; an empty string if it cannot be written."""
     try:
         group = run_on_node(node, _DESCRIBE_S, group_of, pid)
-    except ray.exceptions.RayError:
+    except Exception:  # its process is killed without a description
         return ""
     return _save(title, group, [pid], [node]) if group else ""
 
@@ -58,9 +58,9 @@ def _save(title: str, group: str, hanging: Collection[int], nodes: Iterable[str]
     for node in sorted(set(nodes)):
         try:
             parts.append(run_on_node(node, _DESCRIBE_S, describe_group, group, list(hanging)))
-        except ray.exceptions.RayError as error:
+        except Exception as error:  # the process that hangs is replaced without its description
             parts.append(f"== host {node}: its processes cannot be read: {first_line(error)}\n")
-    with suppress(OSError):
+    with suppress(Exception):
         path = _write(_folder(), "\n".join(parts))
         return f"{socket.gethostname()}:{path}"
     return ""

@@ -20,7 +20,7 @@ class CancelStatus(enum.StrEnum):
 
     CANCELLED = "cancelled"
     FINISHED = "finished"
-    """They had finished before."""
+    """All requests with the id had finished before."""
     NOT_FOUND = "not_found"
     """No ingress knows the id, or it belongs to another user."""
     UNKNOWN = "unknown"

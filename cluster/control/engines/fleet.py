@@ -216,8 +216,8 @@ class Fleet:
                 raise
 
     def cancel_start(self, rank: int) -> None:
-        """Cancels and terminates a starting engine that is not joining yet and is no longer
-        needed."""
+        """Cancels and terminates a starting engine that is not needed any more and has not
+        begun to join."""
         handle = self.starting[rank]
         handle.intent = Intent.LEAVE
         if handle.starting is not None:

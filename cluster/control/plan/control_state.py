@@ -227,9 +227,9 @@ def set_pause(
 
 
 def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:
-    """Decides the next steps. First undoes what is no longer needed: drains, then starts, and only
-    then let serving engines leave. Then start the missing engines at the lowest free ranks, as far
-    as the back-off allows."""
+    """Decides the next steps. If engines are missing, the plan first keeps those that drain. If
+    there are too many, it cancels starts, and lets serving engines leave only if none starts any
+    more. Missing engines start at the lowest free ranks, as far as the back-off allows."""
     change = _settle(state.change, fleet)
     is_requested = change.stage is ChangeStage.REQUESTED
     missing = change.target - fleet.num_present

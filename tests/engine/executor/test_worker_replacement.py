@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError
 from swell.configs.lora import Adapter
 from swell.configs.schema import ConfigError, load
 from swell.coordinator.transport.channel import Outlet, make_keys
-from swell.engine.executor import ExecutorError, ExecutorLimits, WorkerLost
+from swell.engine.executor import ExecutorError, ExecutorLimits, WorkerLost, hang_report
 from swell.engine.executor import ray as executor_module
 from swell.engine.executor.adapter_loads import AdapterLoads
 from swell.engine.executor.ray import RayExecutor, RayWorker
@@ -234,3 +234,17 @@ def test_a_refusal_is_reported_instead_of_the_failure_of_groups_that_it_causes(m
     finally:
         executor._heartbeats.close()
         executor._inbox.close()
+
+
+@pytest.mark.parametrize("broken", ["run_on_node", "_folder"])
+def test_a_description_that_fails_does_not_stop_a_replacement(monkeypatch, broken) -> None:
+    def fail(*_: Any) -> Any:
+        raise ValueError("/proc has another form")
+
+    monkeypatch.setattr(hang_report, "run_on_node", lambda *_: "")
+    monkeypatch.setattr(hang_report, broken, fail)
+    monkeypatch.setattr(hang_report, "_write", fail)
+    reports = hang_report.HangReports("group")
+    reports.save("worker 0 hangs", [1], ["node"])
+    assert reports.newest == ""
+    assert hang_report.save_report_of_process("engine 0 hangs", 1, "node") == ""

@@ -323,8 +323,9 @@ class _Body:
 
 
 class _HeadInput(nn.Module):
-    """Replaces the body of a model, and each part of the body, and returns given hidden states. Has
-    the attributes of the body that are no modules: a head may read a table of tokens there."""
+    """Replaces the body of a model, and each part of the body, and returns given hidden states. It
+    has those attributes of the body that are not modules, because a head may read a table of tokens
+    there."""
 
     hidden: torch.Tensor | None = None
 
