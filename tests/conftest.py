@@ -14,6 +14,7 @@ import pytest
 from swell.cluster.text.params import sampling_params
 from swell.configs.runtime import process
 from swell.configs.runtime.process import freeze_gc, prepare_for_torch
+from tests import progress
 from tests.sharing import pytest_collection_modifyitems as pytest_collection_modifyitems
 from tests.sharing import pytest_ignore_collect as pytest_ignore_collect
 from tests.sharing import pytest_make_collect_report as pytest_make_collect_report
@@ -23,7 +24,7 @@ from tests.slowest_files import pytest_addoption as pytest_addoption
 from tests.slowest_files import pytest_configure as pytest_configure
 from tests.slowest_files import pytest_runtest_makereport as pytest_runtest_makereport
 from tests.slowest_files import pytest_runtest_protocol as pytest_runtest_protocol
-from tests.support import reaper
+from tests.support import reaper, signals
 from tests.support.untrusted import tls_contexts
 
 prepare_for_torch()
@@ -45,12 +46,14 @@ def _register_hypothesis_profiles() -> None:
 _register_hypothesis_profiles()
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Starts the reaper, so that processes started by tests end with this one. Also initializes
     vector math, because oracles compute in this process, some before its first engine."""
     from swell.worker.mkl_functions import initialize_vector_math
 
     reaper.start()
+    signals.guard()
+    progress.start(session.config)
     tls_contexts.share()
     initialize_vector_math()
 

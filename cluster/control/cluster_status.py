@@ -148,7 +148,7 @@ def _workers(handle: EngineHandle, report: EngineReport) -> list[JsonObject]:
             "rank": worker.rank,
             "tensor": worker.tensor,
             "pipeline": worker.pipeline,
-            "pid": now.pid,
+            "pid": now.pid or None,
             "status": now.status.name.lower(),
             "replaced": now.replaced,
         }

@@ -26,10 +26,12 @@ from swell.worker.wire import HANDOVER_FOLDER
 from tests.cluster.api.tracing.otlp_collector import Collector, needs_exporter, start_collector
 from tests.e2e.cluster import NANO, Cluster
 from tests.e2e.test_splits import assert_equal_to_transformers
+from tests.faults.process import alive
 from tests.support.deadlines import HANG_S
 
 pytestmark = [pytest.mark.slow, needs_exporter]
 
+NUM_WORKERS = 4
 TOKENS = 400
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 CALLER = {"traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
@@ -189,8 +191,7 @@ def test_each_ingress_finds_requests_of_both(cluster: Cluster) -> None:
 def test_any_ingress_cancels_a_stream_by_its_id(cluster: Cluster) -> None:
     """Each request chooses an ingress at random, so some cancels arrive at the other one. No answer
     can finish before: the workers are suspended."""
-    engines = cluster.get("/admin/cluster").json()["engines"]
-    workers = [worker["pid"] for engine in engines for worker in engine["workers"]]
+    workers = pids_of_workers(cluster)
     for pid in workers:
         os.kill(pid, signal.SIGSTOP)
     try:
@@ -200,6 +201,19 @@ def test_any_ingress_cancels_a_stream_by_its_id(cluster: Cluster) -> None:
         for pid in workers:
             with contextlib.suppress(ProcessLookupError):  # it counted as hanging
                 os.kill(pid, signal.SIGCONT)
+
+
+def pids_of_workers(cluster: Cluster) -> list[int]:
+    """Waits until all workers are ready: an earlier test may have killed an engine."""
+    deadline = time.monotonic() + HANG_S
+    while True:
+        engines = cluster.get("/admin/cluster").json()["engines"]
+        workers = [worker for engine in engines for worker in engine["workers"]]
+        pids = [worker["pid"] for worker in workers if worker["status"] == "ready"]
+        if len(pids) == NUM_WORKERS and all(map(alive, pids)):
+            return pids
+        assert time.monotonic() < deadline, engines
+        time.sleep(0.2)
 
 
 def cancel(cluster: Cluster, number: int) -> str:

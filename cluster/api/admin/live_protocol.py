@@ -11,8 +11,8 @@ class LiveWorker(Body, kw_only=True):
 
     status: str
     """loading, ready, or lost: it has died or stopped, and is not replaced yet."""
-    pid: int
-    """0: its process is starting."""
+    pid: int | None
+    """None: its process is starting."""
     replaced: int
     """Number of lost workers that had its rank before, since the start of the engine."""
 

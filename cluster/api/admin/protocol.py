@@ -51,8 +51,8 @@ class WorkerState(Body, kw_only=True):
     rank: int
     tensor: int
     pipeline: int
-    pid: int
-    """0: its process is starting."""
+    pid: int | None
+    """None: its process is starting."""
     status: str
     """loading, ready, or lost: it has died or stopped, and is not replaced yet."""
     replaced: int = 0

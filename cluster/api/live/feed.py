@@ -221,7 +221,9 @@ def _engines(view: ClusterView) -> list[LiveEngine]:
             version=member.version,
             sleep_level=report.sleep_level,
             workers=[
-                LiveWorker(status=one.status.name.lower(), pid=one.pid, replaced=one.replaced)
+                LiveWorker(
+                    status=one.status.name.lower(), pid=one.pid or None, replaced=one.replaced
+                )
                 for one in report.workers
             ],
         )

@@ -60,7 +60,7 @@ def test_a_starting_engine_shows_the_share_of_its_phase(
 
     def with_another_one(manager: Manager) -> ClusterState:
         state = describe(manager)
-        workers = [WorkerState(rank=0, tensor=0, pipeline=0, pid=0, status="loading")]
+        workers = [WorkerState(rank=0, tensor=0, pipeline=0, pid=None, status="loading")]
         text = "loading weights, tensor 31 of 290, 50% of 16.4 GB"
         state.engines.append(EngineState(rank=1, state="starting", starting=text, workers=workers))
         return state
