@@ -87,11 +87,15 @@ def _engine(monitor: ClusterMonitor, state: ClusterState, rng: random.Random) ->
 
 def _worker(_monitor: ClusterMonitor, state: ClusterState, rng: random.Random) -> list[Victim]:
     active = [engine for engine in state.engines if engine.state == "active"]
-    pairs = [(engine, worker) for engine in active for worker in engine.workers if worker.pid]
-    if not pairs:
+    victims = [
+        (worker.pid, f"worker {worker.rank} of engine {engine.rank}")
+        for engine in active
+        for worker in engine.workers
+        if worker.pid is not None
+    ]
+    if not victims:
         raise NotReached("no worker of an active engine has a process")
-    engine, worker = rng.choice(pairs)
-    return [(worker.pid, f"worker {worker.rank} of engine {engine.rank}")]
+    return [rng.choice(victims)]
 
 
 def _coordinator(
