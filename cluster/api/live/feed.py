@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -25,10 +26,14 @@ from swell.cluster.api.admin.live_protocol import (
     LiveWorker,
     LogEntry,
 )
+from swell.cluster.api.admin.protocol import ClusterState
 from swell.cluster.api.answers.sse import PING
-from swell.cluster.api.live.cluster_events import Observation, coordinator_answers, happened
-from swell.cluster.api.live.manager_poll import ManagerPoll
-from swell.cluster.api.live.rates import rates_between
+from swell.cluster.api.live.cluster_events import (
+    Observation,
+    coordinator_answers,
+    happened,
+    rates_between,
+)
 from swell.cluster.api.services import Services
 from swell.coordinator.wire import ClusterView, Counts, EngineReport
 
@@ -41,6 +46,8 @@ MAX_LOG = 300
 _MAX_REQUESTS = 20
 _PATIENCE_S = 10.0
 """A reader that has received nothing for this long gets a comment."""
+_MANAGER_TIMEOUT_S = 5.0
+"""The timeout of a call of the manager: longer than the manager itself waits for a coordinator."""
 _MOVED = "swell_resubmitted_requests"
 _log = logging.getLogger("swell.api")
 
@@ -59,7 +66,7 @@ class LiveFeed:
         """Counts the events."""
         self._last: tuple[float, Counts, Observation] | None = None
         """Time and result of the observation before."""
-        self._manager = ManagerPoll(services.manager)
+        self._manager = _ManagerPoll(services.manager)
         self._readers = 0
         self._unread_since_s = 0.0
         """The time at which the last reader left."""
@@ -193,6 +200,49 @@ class LiveFeed:
         )
         self._encoded = _encode(self._event)
         self._number += 1
+
+
+class _ManagerPoll:
+    """Polls the manager for the state of the cluster, and keeps the newest answer. Not more than
+    one call is in progress."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._call: asyncio.Task[ClusterState] | None = None
+        self.newest: ClusterState | None = None
+        """None: there was no answer yet."""
+        self.at: float | None = None
+        """The time of that answer, in seconds since 1970."""
+        self.error: str | None = None
+        """Why the last call failed."""
+
+    async def refresh(self, wait_s: float) -> None:
+        """Asks the manager, unless it is being asked, and waits for the answer, `wait_s` at
+        most."""
+        if self._call is None:
+            self._call = asyncio.get_running_loop().create_task(self._ask())
+        if (await asyncio.wait({self._call}, timeout=wait_s))[0]:
+            call, self._call = self._call, None
+            self._take(call)
+
+    def close(self) -> None:
+        """Ends a call in progress."""
+        if self._call is not None:
+            self._call.cancel()
+            self._call = None
+
+    async def _ask(self) -> ClusterState:
+        async with asyncio.timeout(_MANAGER_TIMEOUT_S):
+            answer = await self._manager.describe.remote()
+        return msgspec.convert(msgspec.to_builtins(answer), ClusterState)
+
+    def _take(self, call: asyncio.Task[ClusterState]) -> None:
+        try:
+            self.newest, self.at, self.error = call.result(), time.time(), None
+        except TimeoutError:
+            self.error = f"no answer within {_MANAGER_TIMEOUT_S:g} s"
+        except Exception as error:  # any error of the call
+            self.error = f"{type(error).__name__}: {error}"
 
 
 def _encode(event: LiveEvent) -> bytes:

@@ -1,4 +1,4 @@
-"""Rates and quantiles between two samples."""
+"""Rates and quantiles between two observations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swell.cluster.api.live.rates import quantile, rates_between
+from swell.cluster.api.live.cluster_events import quantile, rates_between
 from swell.cluster.client.metrics import FIRST_TOKEN_BOUNDS_S, Histogram, PrometheusStats
 from swell.cluster.client.requests.stats import IterationStats
 from swell.coordinator.wire import EngineReport
