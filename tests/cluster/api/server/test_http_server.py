@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import uvloop
 
-from swell.cluster.api.server import acceptor
-from swell.cluster.api.server.acceptor import Acceptor
+from swell.cluster.api.server import http_server
+from swell.cluster.api.server.http_server import Acceptor
 from tests.support.deadlines import HANG_S
 
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -81,7 +81,7 @@ def run(make_loop: Callable[[], Any], work: Callable[[], Coroutine[Any, Any, Non
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_one_iteration_accepts_many_connections(loop, monkeypatch):
-    monkeypatch.setattr(acceptor, "PER_TURN", 10)
+    monkeypatch.setattr(http_server, "PER_TURN", 10)
     harness = AcceptorHarness(100)
 
     async def work() -> None:
@@ -97,7 +97,7 @@ def test_one_iteration_accepts_many_connections(loop, monkeypatch):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_failed_accept_is_retried(loop, monkeypatch):
-    monkeypatch.setattr(acceptor, "PAUSE_S", 0.001)
+    monkeypatch.setattr(http_server, "PAUSE_S", 0.001)
     harness = AcceptorHarness(5, errno.EMFILE, errno.ECONNABORTED, errno.ENFILE)
 
     async def work() -> None:
