@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from swell.configs.quantization.values import block_size, integer, mapping, refuse_values
-
 GPTQ_BITS = (2, 3, 4, 8)
 _GPTQ_VERSION_KEYS = ("checkpoint_format", "format")
 """Keys that name the version of the format, the first of them first."""
@@ -63,31 +61,31 @@ class ModuleGroup:
 
 
 def awq(config: Mapping[str, Any]) -> None:
-    refuse_values(config, {"bits": (4,), "w_bit": (4,), "zero_point": (True,)})
+    _refuse_values(config, {"bits": (4,), "w_bit": (4,), "zero_point": (True,)})
     layout = ("gemm",)
-    refuse_values(config, {"version": layout, "format": layout, "backend": ("autoawq",)})
+    _refuse_values(config, {"version": layout, "format": layout, "backend": ("autoawq",)})
 
 
 def compressed_tensors(config: Mapping[str, Any]) -> tuple[ModuleGroup, ...]:
-    refuse_values(config, {"format": _COMPRESSED_FORMATS})
-    refuse_values(mapping(config, "sparsity_config"), {"format": ("dense",)})
-    _refuse_online(mapping(config, "transform_config"))
-    groups = mapping(config, "config_groups")
-    return tuple(_module_group(mapping(groups, name)) for name in groups)
+    _refuse_values(config, {"format": _COMPRESSED_FORMATS})
+    _refuse_values(_mapping(config, "sparsity_config"), {"format": ("dense",)})
+    _refuse_online(_mapping(config, "transform_config"))
+    groups = _mapping(config, "config_groups")
+    return tuple(_module_group(_mapping(groups, name)) for name in groups)
 
 
 def fp8(config: Mapping[str, Any]) -> Fp8Values:
-    refuse_values(config, {"expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3")})
-    return Fp8Values(block_size(config, "weight_block_size"))
+    _refuse_values(config, {"expert_dtype": ("fp8",), "fmt": ("e4m3", "float8_e4m3")})
+    return Fp8Values(_block_size(config, "weight_block_size"))
 
 
 def gptq(config: Mapping[str, Any]) -> GptqValues:
     versions = dict.fromkeys(_GPTQ_VERSION_KEYS, ("gptq", "gptq_v2"))
-    refuse_values(config, {"bits": GPTQ_BITS, "is_marlin_format": (False,), **versions})
+    _refuse_values(config, {"bits": GPTQ_BITS, "is_marlin_format": (False,), **versions})
     version = next((config[key] for key in _GPTQ_VERSION_KEYS if config.get(key)), "gptq")
     return GptqValues(
-        bits=integer(config, "bits") or 0,
-        group_size=integer(config, "group_size") or -1,
+        bits=_integer(config, "bits") or 0,
+        group_size=_integer(config, "group_size") or -1,
         is_symmetric=bool(config.get("sym")),
         is_second_version=version.lower() == "gptq_v2",
         is_ordered=bool(config.get("desc_act")),
@@ -95,12 +93,12 @@ def gptq(config: Mapping[str, Any]) -> GptqValues:
 
 
 def modelopt(config: Mapping[str, Any]) -> None:
-    declared = mapping(config, "quantization") or config  # hf_quant_config.json has it inside
-    refuse_values(declared, {"quant_algo": _MODELOPT_ALGORITHMS})
-    layers = mapping(declared, "quantized_layers")
+    declared = _mapping(config, "quantization") or config  # hf_quant_config.json has it inside
+    _refuse_values(declared, {"quant_algo": _MODELOPT_ALGORITHMS})
+    layers = _mapping(declared, "quantized_layers")
     for name in layers:
         try:
-            refuse_values(mapping(layers, name), {"quant_algo": _MODELOPT_ALGORITHMS})
+            _refuse_values(_mapping(layers, name), {"quant_algo": _MODELOPT_ALGORITHMS})
         except ValueError as error:
             raise ValueError(f"{error} of {name}") from None
 
@@ -135,9 +133,9 @@ def refuse_tensor(method: str, name: str) -> None:
 def _refuse_online(transforms: Mapping[str, Any]) -> None:
     """Raises `ValueError` for a transform that is not fused into the weights: it would have to be
     applied to activations."""
-    groups = mapping(transforms, "config_groups")
+    groups = _mapping(transforms, "config_groups")
     for name in groups:
-        applied = mapping(groups, name).get("apply")
+        applied = _mapping(groups, name).get("apply")
         for each in applied if isinstance(applied, list) else [applied]:
             location = each.get("location") if isinstance(each, Mapping) else None
             if location not in _FUSED:
@@ -148,9 +146,9 @@ def _refuse_online(transforms: Mapping[str, Any]) -> None:
 
 
 def _module_group(declared: Mapping[str, Any]) -> ModuleGroup:
-    refuse_values(declared, {"format": _COMPRESSED_FORMATS})
-    refuse_values(mapping(declared, "weights"), {"actorder": (*_ORDERED, *_UNORDERED)})
-    targets, weights = declared.get("targets") or [], mapping(declared, "weights")
+    _refuse_values(declared, {"format": _COMPRESSED_FORMATS})
+    _refuse_values(_mapping(declared, "weights"), {"actorder": (*_ORDERED, *_UNORDERED)})
+    targets, weights = declared.get("targets") or [], _mapping(declared, "weights")
     if not isinstance(targets, list) or not all(isinstance(each, str) for each in targets):
         raise ValueError(f"targets={targets!r} (names are expected)")
     try:
@@ -162,9 +160,9 @@ def _module_group(declared: Mapping[str, Any]) -> ModuleGroup:
         raise ValueError(f"targets={targets!r} ({error})") from None
     return ModuleGroup(
         targets=tuple(found),
-        bits=integer(weights, "num_bits") or 0,
-        group_size=integer(weights, "group_size") or -1,
-        block=block_size(weights, "block_structure"),
+        bits=_integer(weights, "num_bits") or 0,
+        group_size=_integer(weights, "group_size") or -1,
+        block=_block_size(weights, "block_structure"),
         needed=_needed(weights),
     )
 
@@ -176,3 +174,46 @@ def _needed(weights: Mapping[str, Any]) -> tuple[str, ...]:
     is_ordered = (order.lower() if isinstance(order, str) else order) in _ORDERED
     zeros = (".weight_zero_point",) if weights.get("symmetric") is False else ()
     return (*zeros, ".weight_g_idx") if is_ordered else zeros
+
+
+def _refuse_values(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises `ValueError` for a key with a value that is not allowed. A missing key is allowed;
+    strings are compared without case."""
+    for key, values in allowed.items():
+        value = config.get(key)
+        plain = value.lower() if isinstance(value, str) else value
+        if plain is not None and plain not in values:
+            known = ", ".join(str(each) for each in values)
+            raise ValueError(f"{key}={value!r} (supported: {known})")
+
+
+def _integer(config: Mapping[str, Any], key: str) -> int | None:
+    """Returns the integer of a key; None if it is missing or null. Raises `ValueError`."""
+    value = config.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+        raise ValueError(f"{key}={value!r} (an integer is expected)")
+    return value
+
+
+def _block_size(config: Mapping[str, Any], key: str) -> tuple[int, int] | None:
+    """Returns the rows and columns of a block; None if the key is missing or null. Raises
+    `ValueError`."""
+    value = config.get(key)
+    parts = value.split("x") if isinstance(value, str) else value
+    if parts is None:
+        return None
+    try:
+        rows, columns = (int(part) for part in parts)
+    except (TypeError, ValueError):
+        rows = columns = 0
+    if min(rows, columns) < 1:
+        raise ValueError(f"{key}={value!r} (two sizes are expected)")
+    return rows, columns
+
+
+def _mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the object of a key; an empty one if it is missing or null. Raises `ValueError`."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise ValueError(f"{key}={value!r} (an object is expected)")
+    return value or {}
