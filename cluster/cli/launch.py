@@ -25,9 +25,8 @@ from swell.cluster.cli.start.local_ray import local_ray
 from swell.cluster.cli.start.private_home import check_temporary_files, use_private_files
 from swell.cluster.cli.start.ray_address import probe_address
 from swell.cluster.cli.start.ray_processes import RayProcesses
+from swell.cluster.cli.start.start_reasons import StartupError, last_line, waiting_reason
 from swell.cluster.cli.start.start_screen import StartScreen, explanation, own_lines_only
-from swell.cluster.cli.start.startup_error import StartupError, last_line
-from swell.cluster.cli.start.waiting_reason import waiting_reason
 from swell.cluster.control.ray.http_port import (
     ON_INTERFACE,
     claim_port,

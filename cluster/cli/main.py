@@ -233,7 +233,7 @@ COMMANDS = {
 
 EXPECTED = (
     "swell.configs.section:ConfigError",
-    "swell.cluster.cli.start.startup_error:StartupError",
+    "swell.cluster.cli.start.start_reasons:StartupError",
     "swell.cluster.text.errors:BadRequest",
     "swell.cluster.cli.http_client:ServerError",
     "swell.engine.executor:ExecutorError",

@@ -28,7 +28,7 @@ from swell.cluster.cli.doctor.probes import links
 from swell.cluster.cli.doctor.probes.host_facts import collect
 from swell.cluster.cli.doctor.serve_file import read_source
 from swell.cluster.cli.start import ray_settings
-from swell.cluster.cli.start.startup_error import StartupError
+from swell.cluster.cli.start.start_reasons import StartupError
 from swell.configs.schema import Config, ConfigError, load
 
 FAILED, UNREACHABLE = 1, 2

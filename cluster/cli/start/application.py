@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any, TypeVar
 
-from swell.cluster.cli.start.startup_error import StartupError, last_line
+from swell.cluster.cli.start.start_reasons import StartupError, last_line
 from swell.configs.schema import Config
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from pathlib import Path
 from swell.cluster.cli.start import ray_leftovers, ray_settings
 from swell.cluster.cli.start.ray_leftovers import continued
 from swell.cluster.cli.start.ray_processes import RayProcesses
+from swell.cluster.cli.start.start_reasons import StartupError, last_line
 from swell.cluster.cli.start.start_screen import StartScreen
-from swell.cluster.cli.start.startup_error import StartupError, last_line
 from swell.configs.runtime.hanging_calls import within
 from swell.configs.runtime.log import StructuredLogger
 

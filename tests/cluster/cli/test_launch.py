@@ -23,8 +23,7 @@ from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.start.application import APP
 from swell.cluster.cli.start.hub_model import Download
 from swell.cluster.cli.start.ray_processes import RayProcesses
-from swell.cluster.cli.start.startup_error import StartupError
-from swell.cluster.cli.start.waiting_reason import STARTING
+from swell.cluster.cli.start.start_reasons import STARTING, StartupError
 from swell.configs.schema import Config, ConfigError, ServeConfig, load
 from swell.engine.serving.start_timeline import StartPhase, StartTimeline
 from tests.support.paths import NANO

@@ -13,7 +13,7 @@ from swell.cluster.cli.doctor.doctor_command import START_CHECKS, check_start
 from swell.cluster.cli.doctor.facts import StartFacts, StartSurvey
 from swell.cluster.cli.doctor.probes import ray_hosts
 from swell.cluster.cli.doctor.probes.host_facts import collect_start_facts
-from swell.cluster.cli.start.startup_error import StartupError
+from swell.cluster.cli.start.start_reasons import StartupError
 from swell.cluster.control.ray.http_port import claim_port, with_port
 from swell.cluster.port_claim import PortClaims
 from swell.configs.schema import Config, ConfigError, load

@@ -23,7 +23,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 from swell.cluster.cli.main import main
 from swell.cluster.cli.start import local_ray, ray_processes, ray_settings
 from swell.cluster.cli.start.ray_processes import RayEnded, RayProcesses
-from swell.cluster.cli.start.startup_error import StartupError
+from swell.cluster.cli.start.start_reasons import StartupError
 from tests.support.deadlines import HANG_S
 
 TOO_SLOW = "The current node timed out during startup. This could happen because of the raylet"

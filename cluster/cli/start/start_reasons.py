@@ -1,14 +1,13 @@
-"""Reasons why a start waits.
+"""Reasons why a start failed or waits, in one line, from the messages of Ray and Serve.
 
-Ray Serve's messages are translated, because the original ones name causes that do not apply here.
+Serve's messages about a wait are translated, because the original ones name causes that do not
+apply here.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-
-from swell.cluster.cli.start.startup_error import last_line
 
 STARTING = "starting the manager and the ingresses"
 _NO_ROOM = re.compile(
@@ -19,6 +18,17 @@ _NO_ROOM = re.compile(
 _SLOW = re.compile(r"Deployment '(\w+)'.*to (?:be )?initializ", re.DOTALL)
 _FAILED = "Error:"
 _NAMES = {"Ingress": "ingress", "Manager": "manager", "Store": "store of responses"}
+
+
+class StartupError(RuntimeError):
+    """Raised if the cluster did not start; the message is the reason, in one line."""
+
+
+def last_line(text: str) -> str:
+    """Returns the line with the error, which is at the end of a remote traceback."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line]
+    return (errors or lines or ["Ray gave no reason"])[-1]
 
 
 def waiting_reason(messages: Iterable[str]) -> str:
