@@ -1,11 +1,22 @@
-"""The transport between CPUs of several machines: gloo. It cannot abort by itself (see
-`gloo_sockets.py`)."""
+"""The transport between CPUs of several machines: gloo.
+
+gloo cannot abort an operation that blocks: the operation fails only when its connection breaks. So
+an abort shuts the connections down, which looks like the death of the peer to both ends. Also, gloo
+accepts and keeps every connection; so once a group is formed, the kernel refuses further ones.
+
+gloo does not expose its sockets. They are found among the file descriptors of the process
+(`/proc/self/fd`, so this needs Linux), by the addresses at which the ranks of the group listen.
+NCCL has its own abort and must never use this module.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
+import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
 from queue import SimpleQueue
@@ -13,12 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from swell.worker.comm.gloo_sockets import (
-    Address,
-    listening_device,
-    refuse_connections,
-    shut_down_connections,
-)
 from swell.worker.comm.transport import (
     CONNECT_S,
     Formation,
@@ -30,11 +35,21 @@ from swell.worker.comm.transport import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Backend  # dist.Backend is a class of names
 
+Address = tuple[str, int]
+"""Host and port."""
+
 _PROBE_S = 0.5
 """How long the host of a peer may take to accept or refuse a connection, in seconds."""
 
 _POLL_TIMEOUT = timedelta(seconds=0.2)
 """How long an aborted gloo operation may take to fail."""
+
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
+"""The filter instruction that returns how many bytes of a packet pass: none."""
+
+_listening = threading.Lock()
+"""Held while a device is made, so that each thread finds its own listening socket."""
 
 _leaked_backends: list[Backend] = []
 """Backends with an operation that never completes: destroying one would wait for it."""
@@ -127,7 +142,7 @@ class GlooTransport(Transport):
 
     def abort(self) -> None:
         self._aborted = True
-        shut_down_connections(self._members)
+        _shut_down_connections(self._members)
 
 
 def gloo_key(rank: int) -> str:
@@ -138,7 +153,7 @@ def gloo_key(rank: int) -> str:
 def connect_gloo(formation: Formation) -> Transport:
     """Connects the ranks of a group. Raises `PeersAbsent`, `ForeignMember` and `RuntimeError`."""
     rank, size, timeout_s = formation.rank, formation.size, formation.timeout_s
-    device, own_address = listening_device(formation.host)
+    device, own_address = _listening_device(formation.host)
     members = []
     for address in formation.exchange("address", "{} {}".format(*own_address)):
         peer_host, _, peer_port = address.rpartition(" ")
@@ -170,3 +185,63 @@ def _answers(address: Address) -> bool:
     except OSError:
         return False
     return True
+
+
+def _listening_device(host: str) -> tuple[dist.ProcessGroupGloo.Device, Address]:
+    """Returns a gloo device at `host`, and the address at which it listens."""
+    make = dist.ProcessGroupGloo
+    with _listening:
+        while True:
+            before = set(_listeners())
+            device = make.create_device(hostname=host, lazy_init=False)
+            found = set(_listeners()) - before
+            if len(found) == 1:  # otherwise another part of the process began to listen meanwhile
+                return device, found.pop()
+
+
+def refuse_connections(address: Address) -> None:
+    """Makes the kernel drop everything that arrives at the socket that listens there: the group is
+    formed, and its connections are other sockets."""
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 0))
+    program = struct.pack("HxxxxxxP", 1, ctypes.addressof(drop_all))
+    for sock in _sockets():
+        listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        if listens and sock.getsockname()[:2] == address:
+            sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
+
+def _shut_down_connections(members: set[Address]) -> None:
+    """Shuts down all sockets of this process that are connected from or to one of `members`."""
+    for sock in _sockets():
+        try:
+            if {sock.getsockname()[:2], sock.getpeername()[:2]} & members:
+                sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            """The socket only listens, or its connection is closed."""
+
+
+def _listeners() -> Iterator[Address]:
+    """Yields the addresses at which this process listens for connections."""
+    for sock in _sockets():
+        if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            yield sock.getsockname()[:2]
+
+
+def _sockets() -> Iterator[socket.socket]:
+    """Yields the internet sockets of this process; each is a duplicate that is closed before the
+    next."""
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
+                continue
+            copy = os.dup(int(fd))
+        except OSError:  # closed meanwhile
+            continue
+        try:
+            sock = socket.socket(fileno=copy)
+        except OSError:  # not a socket any more
+            os.close(copy)
+            continue
+        with sock:
+            if sock.family in (socket.AF_INET, socket.AF_INET6):
+                yield sock

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from swell.worker.comm.connect import connect
-from swell.worker.comm.gloo_sockets import refuse_connections
+from swell.worker.comm.gloo_transport import refuse_connections
 from swell.worker.comm.group_secret import TOKEN_BYTES, ForeignAddress, GroupSecret
 from swell.worker.comm.mesh import GroupError, Mesh
 from swell.worker.comm.transport import ForeignMember, PeersAbsent
