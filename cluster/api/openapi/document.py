@@ -1,26 +1,58 @@
-"""The OpenAPI description of every route, generated from the types that the routes use."""
+"""The OpenAPI description of every route, generated from the types that the routes use.
+
+Types do not express which fields come from other servers, where unknown fields are allowed, and the
+ranges of numbers. These properties are added to the schemas; the ranges of sampling parameters are
+the same ones that requests are checked against.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import msgspec
 
+from swell.cluster.api.admin.change_requests import (
+    DrainRequest,
+    LoadAdapterRequest,
+    ScaleRequest,
+    SwitchRequest,
+    UnloadAdapterRequest,
+)
 from swell.cluster.api.chat import protocol as chat
 from swell.cluster.api.completions import protocol as completions
 from swell.cluster.api.keep_alive import EARLY_HEAD
-from swell.cluster.api.openapi.fields import annotate_fields, annotate_limits
 from swell.cluster.api.openapi.operations import JSON, OPERATIONS, Operation
 from swell.cluster.api.resumable.event_id import LAST_EVENT_ID
 from swell.cluster.api.resumable.resumable_request import IDEMPOTENCY_KEY, MAX_KEY_CHARS
 from swell.cluster.client.requests import deadline
+from swell.cluster.text.json_types import JsonSchema
+from swell.cluster.text.params.validate_params import RANGES, Integers, Numbers
+from swell.cluster.text.schema.request_body import HistoryPart, RequestBody, describe_neutral
 from swell.cluster.text.schema.unknown_fields import UnknownFields
 
 _SCHEMAS = "#/components/schemas/{name}"
 _EVENTS = "text/event-stream"
+_Schemas = dict[str, JsonSchema]
+_OPERATORS = (
+    DrainRequest,
+    LoadAdapterRequest,
+    ScaleRequest,
+    SwitchRequest,
+    UnloadAdapterRequest,
+)
+"""Bodies in which an unknown field is always refused."""
+_LIMITS: dict[str, Numbers | Integers] = {
+    **RANGES,
+    "top_logprobs": RANGES["logprobs"],
+    "truncate_prompt_tokens": Integers(-1, None),
+    "priority": Integers(-(2**31), 2**31 - 1),
+    "data_parallel_rank": Integers(0, 2**31 - 1),
+}
+del _LIMITS["max_tokens"]  # an echoed prompt may have 0 answer tokens
 
 _ERRORS = {
     400: "A field, a parameter or a header is wrong; the message names it, its value and the "
@@ -109,9 +141,9 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
     references, schemas = msgspec.json.schema_components(kinds, ref_template=_SCHEMAS)
     schema_of = dict(zip(kinds, references, strict=True))
     for kind in (completions.CompletionRequest, chat.ChatCompletionRequest):
-        annotate_limits(schemas[kind.__name__])
+        _annotate_limits(schemas[kind.__name__])
     bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
-    annotate_fields(schemas, bodies, unknown)
+    _annotate_fields(schemas, bodies, unknown)
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _describe(operation, schema_of)
@@ -143,6 +175,53 @@ def openapi_document(unknown: UnknownFields = "refuse") -> dict[str, Any]:
             },
         },
     }
+
+
+def _annotate_fields(
+    schemas: _Schemas, bodies: Iterable[type[RequestBody]], unknown: UnknownFields
+) -> None:
+    for kind in _kinds(RequestBody):
+        schema = schemas.get(kind.__name__)
+        if schema is None:
+            continue
+        if issubclass(kind, HistoryPart):
+            _open(schema, "Unknown fields are ignored.")
+        elif unknown == "ignore" and kind not in _OPERATORS:
+            _open(schema, "Unknown fields are ignored, and listed in the header `x-swell-warning`.")
+    for kind in bodies:
+        _annotate_ecosystem(kind, schemas[kind.__name__])
+
+
+def _kinds(base: type[RequestBody]) -> Iterable[type[RequestBody]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+def _open(schema: JsonSchema, note: str) -> None:
+    schema["additionalProperties"] = True
+    schema["description"] = " ".join(filter(None, (schema.get("description"), note)))
+
+
+def _annotate_ecosystem(kind: type[RequestBody], schema: JsonSchema) -> None:
+    properties = schema["properties"]
+    for name, neutral in kind.ECOSYSTEM.neutral.items():
+        properties[name] = {"enum": [*neutral, None], "description": describe_neutral(neutral)}
+    for name in sorted(kind.ECOSYSTEM.accepted):
+        properties[name] = {"description": "Accepted, without an effect on the answer."}
+    for name, target in kind.ECOSYSTEM.means.items():
+        properties[name] = {**properties[target], "description": f"Another name of `{target}`."}
+
+
+def _annotate_limits(schema: JsonSchema) -> None:
+    """Writes the ranges of numbers into the schema of a request body."""
+    for name, allowed in _LIMITS.items():
+        field = schema["properties"].get(name, {})
+        limits = {"minimum": allowed.low, "maximum": allowed.high}
+        limits = {key: limit for key, limit in limits.items() if limit is not None}
+        for form in field.get("anyOf", [field]):
+            if form.get("type") in ("integer", "number"):
+                form.update(limits)
 
 
 def _describe(operation: Operation, schema_of: dict[Any, dict[str, Any]]) -> dict[str, Any]:
