@@ -2,23 +2,36 @@
 
 Each layer has its own placement. It is balanced to within one expert, and among the balanced
 placements it moves the fewest experts. `expert_balancer.py` may change it during serving.
+
+The processors of ranks may pack weights in different orders, so a weight is sent in the order of a
+checkpoint: as floats, or as integers, scales and minima. If experts may be quantized, the form of
+each weight is sent first, because the matrices of one checkpoint may have different forms.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from swell.configs.schema import Config, ModelConfig
-from swell.worker.comm.mesh import Mesh
+from swell.kernels.linear import PackedTensor, Weight
+from swell.kernels.weights.quantized import (
+    Numbers,
+    PackedQuantizedTensor,
+    QuantizedForm,
+    QuantizedTensor,
+)
+from swell.worker.comm.mesh import Group, Mesh
 from swell.worker.layers.moe import Expert, ExpertWeight, MoE
 from swell.worker.layers.packed_weight import NamedMatrix
 from swell.worker.loader import load_experts
 from swell.worker.model_interfaces import MixtureOfExperts, Model
-from swell.worker.moe.expert_transfer import receive_expert, send_expert
 from swell.worker.quantization.loaded_matrices import matrices_to_load
+
+_DESCRIBED = 5
+"""The numbers that describe the form of a weight."""
 
 
 def place_experts(have: Sequence[set[int]], num_experts: int) -> list[int]:
@@ -184,8 +197,71 @@ def _move(layer: MoE, mesh: Mesh, expert: int, source: int, target: int) -> Expe
     """Sends or receives one expert; returns it if it came to this rank. All ranks do the moves in
     the same order, so there is no deadlock."""
     if mesh.expert.rank == source:
-        send_expert(layer, expert, mesh.expert, target)
-    return receive_expert(layer, mesh.expert, source) if mesh.expert.rank == target else None
+        _send_expert(layer, expert, mesh.expert, target)
+    return _receive_expert(layer, mesh.expert, source) if mesh.expert.rank == target else None
+
+
+def _send_expert(layer: MoE, expert: int, group: Group, target: int) -> None:
+    """Sends an expert of this rank to rank `target` of `group`, which calls `_receive_expert`."""
+    for weight in layer.local_experts[expert]:
+        if layer.may_quantize:
+            group.send(_described(weight), target).wait()
+        for tensor in _parts(weight):
+            group.send(tensor, target).wait()
+
+
+def _receive_expert(layer: MoE, group: Group, source: int) -> Expert:
+    """Receives an expert from rank `source` of `group`; a weight of floats is not packed yet."""
+    gate_up, down = (_receive(layer, empty, group, source) for empty in layer.make_expert())
+    return gate_up, down
+
+
+def _receive(layer: MoE, empty: torch.Tensor, group: Group, source: int) -> Weight:
+    """Receives one weight; `empty` has its shape and the type of its floats."""
+    form = None
+    if layer.may_quantize:
+        form = _form(group.recv(torch.zeros(_DESCRIBED, dtype=torch.int64), source))
+    if form is None:
+        return group.recv(empty, source)
+    outs, inputs = empty.shape
+    integers = group.recv(torch.empty(outs, inputs, dtype=torch.uint8), source)
+    scales, *mins = (
+        group.recv(torch.empty(outs, inputs // form.group, dtype=form.scale_type), source)
+        for _ in range(1 + form.has_mins)
+    )
+    low = mins[0] if mins else None
+    quantized = QuantizedTensor(integers, scales, low, form.bits, form.numbers)
+    return layer.packing.pack(quantized, empty.dtype)
+
+
+def _parts(weight: Weight) -> Iterator[torch.Tensor]:
+    if isinstance(weight, PackedQuantizedTensor):
+        quantized = weight.unpack()
+        yield quantized.integers
+        yield quantized.scales
+        if quantized.mins is not None:
+            yield quantized.mins
+    else:
+        yield weight.unpack() if isinstance(weight, PackedTensor) else weight
+
+
+def _described(weight: Weight) -> torch.Tensor:
+    """Returns the form of a weight as numbers; zeros for floats."""
+    if not isinstance(weight, PackedQuantizedTensor):
+        return torch.zeros(_DESCRIBED, dtype=torch.int64)
+    form = weight.form
+    wide = form.scale_type == torch.float32
+    numbers = [*Numbers].index(form.numbers)
+    return torch.tensor([form.bits, form.group, form.has_mins, wide, numbers], dtype=torch.int64)
+
+
+def _form(described: torch.Tensor) -> QuantizedForm | None:
+    """Returns the form that `_described` describes; None: floats."""
+    bits, group, has_mins, wide, numbers = described.tolist()
+    if not bits:
+        return None
+    scale_type = torch.float32 if wide else torch.float16
+    return QuantizedForm(bits, group, bool(has_mins), scale_type, [*Numbers][numbers])
 
 
 def _load(
