@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swell.cluster.api.web.static_files import FOLDER
+from swell.cluster.api.web.page_routes import FOLDER
 from tests.support.deadlines import HANG_S
 
 NODE = shutil.which("node")

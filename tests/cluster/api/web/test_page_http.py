@@ -14,8 +14,7 @@ from starlette.middleware import Middleware
 
 from swell.cluster.api.endpoints import StripTrailingSlash, no_such_route
 from swell.cluster.api.request_context import RequestContextMiddleware
-from swell.cluster.api.web.page_routes import PageRoutes
-from swell.cluster.api.web.static_files import FOLDER, MAX_BYTES, read_static_files
+from swell.cluster.api.web.page_routes import FOLDER, MAX_BYTES, PageRoutes, read_static_files
 from tests.support.deadlines import HANG_S
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
