@@ -1,13 +1,16 @@
 """Saves a model in the form in which its workers hold it. It builds one worker at a time: a worker
 does not need its peers to load, so the memory of one worker is enough for a model with any parallel
-layout."""
+layout. The folder of the model appears complete or not at all."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +41,6 @@ from swell.worker.model_folder import model_folder
 from swell.worker.models import backend_of, build_model, resolve_ties
 from swell.worker.pooling.pooler import read_model_pooling
 from swell.worker.quantization.detection import plain_config
-from swell.worker.sharded.atomic_folder import new_folder, refuse_existing, refuse_full_disk
 from swell.worker.sharded.loading import local_packing
 from swell.worker.sharded.state import state_of
 from swell.worker.sharded.tensor_file import data_of, write_tensors
@@ -56,6 +58,9 @@ _INDEX = (".safetensors.index.json", ".bin.index.json", INDEX_NAME)
 MAX_COPIED_BYTES = 512 * 2**20
 """The most bytes of one copied file that does not hold weights: the tokenizers of large
 vocabularies have 40 MiB."""
+_LOCK = ".swell-save.lock"
+RESERVE_BYTES = 64 * 2**20
+"""Bytes that must stay free on the disk."""
 
 
 def save_sharded(config: Config, out: Path, progress: Progress) -> int:
@@ -67,10 +72,10 @@ def save_sharded(config: Config, out: Path, progress: Progress) -> int:
     then unchanged.
     """
     _refuse(config)
-    refuse_existing(out)
+    _refuse_existing(out)
     saver = _Saver.of(config)
-    refuse_full_disk(out, saver.size_bytes())
-    with new_folder(out) as folder:
+    _refuse_full_disk(out, saver.size_bytes())
+    with _new_folder(out) as folder:
         _copy_files(saver, folder)
         files = {}
         for rank in range(config.parallel.world):
@@ -236,3 +241,69 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _refuse_existing(out: Path) -> None:
+    """Raises `ValueError` unless `out` can be created: it must be absent or empty, and its parent
+    must exist."""
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+        raise ValueError(
+            f"{str(out)!r} exists and is not an empty folder, and saving never overwrites files; "
+            "specify another folder, or remove it"
+        )
+    if not out.parent.is_dir():
+        raise ValueError(f"{str(out)!r}: the folder {str(out.parent)!r} does not exist; create it")
+
+
+def _refuse_full_disk(out: Path, size_bytes: int) -> None:
+    """Raises `ValueError` if this many bytes do not fit on the disk of `out`."""
+    free = shutil.disk_usage(out.parent).free
+    if free < size_bytes + RESERVE_BYTES:
+        raise ValueError(
+            f"{str(out)!r} needs {size_bytes} bytes and {RESERVE_BYTES} in reserve, but its disk "
+            f"has {free} free; free some space, or specify a folder on another disk"
+        )
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yields a folder next to `out` to write into, which is renamed to `out` when the block ends.
+    Files that another process left there when it was killed are removed. `_refuse_existing` must
+    have been called. Raises `ValueError`."""
+    partial = out.parent / f".{out.name}.saving"
+    lock = partial / _LOCK
+    if partial.exists() and not lock.is_file():
+        raise ValueError(
+            f"{str(partial)!r} exists and was not left by an interrupted save; remove it"
+        )
+    partial.mkdir(exist_ok=True)
+    with lock.open("w") as held:
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is saving to {str(out)!r}; wait until it has finished"
+            ) from None
+        try:
+            for rest in partial.iterdir():
+                if rest.is_dir():
+                    shutil.rmtree(rest)
+                elif rest != lock:
+                    rest.unlink()
+            yield partial
+            _sync(partial)
+            os.rename(partial, out)
+        except BaseException:
+            shutil.rmtree(partial)
+            raise
+    (out / _LOCK).unlink()
+    _sync(out.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Waits until the folder's entries are on disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -24,7 +24,6 @@ from swell.worker.hf_config import load_config, resolve_dtype
 from swell.worker.layers.packed_weight import pack_weights
 from swell.worker.loader import LoadedWeights, LoadShare, load_weights
 from swell.worker.models import build_model
-from swell.worker.sharded import atomic_folder as new_folders
 from swell.worker.sharded import saving
 from swell.worker.sharded.state import state_of
 from swell.worker.sharded.tensor_file import TensorFile, data_of, word_sum, write_tensors
@@ -391,7 +390,7 @@ def test_nothing_is_overwritten(tiny: Any, tmp_path: Path, kind: str) -> None:
 def test_a_full_disk_is_detected_first(
     tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = shutil._ntuple_diskusage(10**9, 0, new_folders.RESERVE_BYTES + 1_000_000)
+    usage = shutil._ntuple_diskusage(10**9, 0, saving.RESERVE_BYTES + 1_000_000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(ValueError, match="free some space") as failed:
         save(tiny("llama"), tmp_path / "out")
@@ -421,18 +420,18 @@ def test_leftovers_of_a_killed_save_are_removed(tiny: Any, tmp_path: Path) -> No
     rest.mkdir()
     with pytest.raises(ValueError, match="was not left by an interrupted save"):
         save(tiny("llama"), tmp_path / "out")
-    (rest / new_folders._LOCK).touch()
+    (rest / saving._LOCK).touch()
     (rest / FILE).write_bytes(b"half")
     (rest / "more").write_bytes(b"half")
     (rest / "templates").mkdir()
-    with (rest / new_folders._LOCK).open("w") as held:
+    with (rest / saving._LOCK).open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="another process"):
             save(tiny("llama"), tmp_path / "out")
     assert (rest / FILE).read_bytes() == b"half"
     out = save(tiny("llama"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == [out]
-    assert not {"more", "templates", new_folders._LOCK} & {file.name for file in out.iterdir()}
+    assert not {"more", "templates", saving._LOCK} & {file.name for file in out.iterdir()}
 
 
 def test_a_missing_parent_is_named(tiny: Any, tmp_path: Path) -> None:
