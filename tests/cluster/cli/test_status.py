@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -49,6 +50,8 @@ def origin(hint: Any) -> Any:
 
 
 def example(hint: Any) -> Any:
+    if NoneType in get_args(hint):
+        return None
     return {int: 1, float: 1.0, str: "name", bool: True}.get(hint, [])
 
 
