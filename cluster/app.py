@@ -244,6 +244,9 @@ class ManagerDeployment:
     async def resume(self) -> ChangeResult:
         return await self._change(self._manager.resume)
 
+    async def reset_prefix_cache(self) -> ChangeResult:
+        return await self._change(self._manager.reset_prefix_cache)
+
     async def _change(self, change: Callable[[], Awaitable[None] | None]) -> ChangeResult:
         """Makes a change. Once it is in the manager's state it takes effect, also while Ray's GCS
         does not answer; the result says whether it is stored in the checkpoint, too."""

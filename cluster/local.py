@@ -283,6 +283,10 @@ class LLM:
         weights. Raises ValueError for weights that cannot be used; the previous ones then stay."""
         self._engine.update_weights(source)
 
+    def reset_prefix_cache(self) -> None:
+        """Lets later calls compute their whole prompts again, without blocks of earlier ones."""
+        self._engine.reset_prefix_cache()
+
     def _adapter(self, name: str) -> Adapter | None:
         if not name:
             return None

@@ -89,6 +89,12 @@ class LocalEngine:
         finally:
             self._remove_folders(self.core.memory.weight_folders)
 
+    def reset_prefix_cache(self) -> None:
+        """Lets later calls compute their whole prompts again."""
+        if not self._clean:
+            self._reset()
+        self.core.scheduler.kv.reset_prefix_cache()
+
     def _change_workers(self, change: Callable[[], object]) -> None:
         """Runs a change of the workers. If it is interrupted, their state is unknown: the next call
         resets."""

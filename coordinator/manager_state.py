@@ -85,6 +85,9 @@ class DesiredState(msgspec.Struct, frozen=True, array_like=True):
     """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
     """The sleep that an operator has requested for paused engines."""
+    cache_generation: int = 0
+    """How often operators have emptied the prefix caches: part of the cache salt of each request.
+    """
 
     @property
     def age(self) -> tuple[int, int]:

@@ -170,6 +170,7 @@ class CoordinatorStateMachine:
             scaling=manager.scaling,
             adapters=manager.desired.adapters,
             sleep=manager.desired.sleep,
+            cache_generation=manager.desired.cache_generation,
         )
 
     def publication(self, now: float) -> Publication | None:

@@ -196,6 +196,8 @@ class ClusterReports(msgspec.Struct, frozen=True, tag=2, array_like=True, gc=Fal
     adapters: tuple[Adapter, ...] = ()
     """Adapters that were loaded at run time."""
     sleep: Sleep = Sleep()
+    cache_generation: int = 0
+    """See `DesiredState`."""
 
     def with_loads(self, loads: Mapping[int, EngineLoad]) -> ClusterReports:
         """Returns the reports with these newer loads, by rank."""

@@ -266,6 +266,7 @@ def _size(size_bytes: int) -> str:
 
 pause = partial(_switch, path="/admin/pause")
 resume = partial(_switch, path="/admin/resume")
+reset_prefix_cache = partial(_switch, path="/admin/reset_prefix_cache")
 
 
 async def change_engines(client: Client, path: str, request: RequestBody) -> ClusterState:

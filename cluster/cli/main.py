@@ -199,6 +199,11 @@ COMMANDS = {
     ),
     "pause": Command("pause all engines", "swell.cluster.cli.admin_commands:pause", _status),
     "resume": Command("resume all engines", "swell.cluster.cli.admin_commands:resume", _status),
+    "reset-prefix-cache": Command(
+        "let later requests compute their whole prompts again",
+        "swell.cluster.cli.admin_commands:reset_prefix_cache",
+        _status,
+    ),
     "sleep": Command(
         "pause all engines and free their memory",
         "swell.cluster.cli.admin_commands:sleep",

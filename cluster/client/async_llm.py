@@ -7,6 +7,8 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from swell.cluster.client.engine_connection import EngineId, EngineListener
 from swell.cluster.client.engine_core_client import ConnectEngines, EngineCallFailed, EngineCalls
 from swell.cluster.client.metrics import PrometheusStats
@@ -24,7 +26,7 @@ from swell.cluster.client.requests.request_state import (
 from swell.cluster.client.routing.admission import Admission, TooManyWaiting
 from swell.cluster.client.routing.readiness import ReadinessTracker, ReadyState
 from swell.cluster.client.routing.router import NoEngine
-from swell.cluster.text.params.sampling_params import SamplingParams
+from swell.cluster.text.params.sampling_params import DERIVED_SALT, SamplingParams
 from swell.cluster.text.parsers.base import Parser
 from swell.cluster.text.tokens.detokenizer import Detokenizer, TextStart
 from swell.configs.runtime.log import StructuredLogger
@@ -203,6 +205,9 @@ class AsyncLLM(EngineListener):
         `make_content_parser` is as in `OutputText`."""
         if not self.has_seen_engine:
             raise NoEngine("no engine is ready yet")
+        if generation := self._view.reports.cache_generation:
+            salt = _salt_of_generation(generation, request.cache_salt)
+            request = replace(request, cache_salt=salt)
         state = self._processor.add_request(
             request,
             params,
@@ -319,3 +324,8 @@ class AsyncLLM(EngineListener):
         ended = self._processor.propagate_error(error, request_ids, reason)
         self._placer.abort_in_engines(ended)
         return bool(ended)
+
+
+def _salt_of_generation(generation: int, cache_salt: str | None) -> str:
+    """Returns the cache salt of a request after prefix caches were emptied `generation` times."""
+    return f"{DERIVED_SALT}{generation} {'' if cache_salt is None else 'salt ' + cache_salt}"

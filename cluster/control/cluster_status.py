@@ -51,6 +51,8 @@ class ManagerStatus:
     """Files with the state of engines that hung and were terminated, the newest last."""
     scaling: JsonObject
     """The results of `autoscaling`, `pending` and `draining_nodes`."""
+    cache_generation: int
+    """See `DesiredState`."""
 
 
 def describe(
@@ -93,6 +95,7 @@ def describe(
             *manager.hang_reports,
             *(report.hang_report for report in view.reports.engines if report.hang_report),
         ],
+        "cache_generation": manager.cache_generation,
         **manager.scaling,
     }
 

@@ -228,6 +228,12 @@ class ClusterManager:
         """Ends a pause. Raises ScaleRefused."""
         await self._set_pause(False)
 
+    def reset_prefix_cache(self) -> None:
+        """Lets all ingresses give new requests another cache salt, with which no engine, host
+        memory or folder has a block. Raises ScaleRefused."""
+        self._state = control_state.reset_prefix_cache(self._state)
+        self._wake.set()
+
     async def _set_pause(self, paused: bool, sleep: Sleep | None = None) -> None:
         if not await self._checkpoints.is_leader_within(_ANSWER_TIMEOUT_S):
             raise ScaleRefused(control_state.TAKEN_OVER)
@@ -252,6 +258,7 @@ class ClusterManager:
             served=state.has_served,
             adapters=self.adapters.all,
             sleep=state.sleep,
+            cache_generation=state.cache_generation,
         )
         return self._checkpoints.make(desired, self.upgrader.record, self._fleet.drains)
 
@@ -288,6 +295,7 @@ class ClusterManager:
             hang_reports=tuple(self._placement.hang_reports),
             upgrade=self.upgrader.describe(self.missing_engine),
             scaling=self._elasticity.describe(),
+            cache_generation=self._state.cache_generation,
         )
         try:
             view = self._coordinator.view_and_contact()

@@ -302,6 +302,17 @@ def test_a_request_that_the_engine_refuses_aborts_its_siblings(llm, monkeypatch)
     assert answer.finished and not llm._engine.processor.request_states
 
 
+def test_no_prefix_is_found_after_a_reset(llm):
+    prompt = [(i * 7) % 90 + 33 for i in range(150)]
+    first, second = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert second.num_cached_tokens > 100
+    llm.reset_prefix_cache()
+    third, fourth = (llm.generate([prompt], GREEDY)[0] for _ in range(2))
+    assert third.num_cached_tokens == 0 and fourth.num_cached_tokens > 100
+    assert len({one.outputs[0].text for one in (first, second, third, fourth)}) == 1
+    llm.check_idle()
+
+
 def test_a_refused_call_keeps_the_cached_prefixes(llm):
     prompt = [(i * 11) % 90 + 33 for i in range(150)]
     llm.generate([prompt], SamplingParams(max_tokens=1))

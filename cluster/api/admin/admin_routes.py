@@ -43,6 +43,7 @@ _CHANGES: dict[str, type[RequestBody]] = {
     "resume": changes.SwitchRequest,
     "sleep": changes.SleepRequest,
     "wake": changes.SwitchRequest,
+    "reset_prefix_cache": changes.SwitchRequest,
 }
 """Methods of the manager, and the bodies whose fields are their arguments."""
 

@@ -78,7 +78,7 @@ class WeightsRequest(RequestBody, kw_only=True):
 
 
 class SwitchRequest(RequestBody, kw_only=True):
-    """The body of pause, resume and wake. It must be JSON without fields."""
+    """The body of pause, resume, wake and reset_prefix_cache. It must be JSON without fields."""
 
 
 class SleepRequest(RequestBody, kw_only=True):

@@ -209,6 +209,8 @@ class ClusterState(Body, kw_only=True):
     draining_nodes: list[DrainingNode] = []
     hang_reports: list[str] = []
     """Files with the state of engines whose processes hung, `HOST:PATH`."""
+    cache_generation: int = 0
+    """How often operators have emptied the prefix caches."""
 
 
 class Health(Body, kw_only=True):

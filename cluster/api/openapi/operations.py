@@ -302,5 +302,10 @@ OPERATIONS = (
         "Put all engines to sleep: they stop and free memory until they are woken up.",
         body=changes.SleepRequest,
     ),
+    _change(
+        "/admin/reset_prefix_cache",
+        "Let later requests compute their whole prompts again.",
+        body=changes.SwitchRequest,
+    ),
     _change("/admin/wake", "Wake up the sleeping engines.", body=changes.SwitchRequest),
 )

@@ -82,6 +82,8 @@ class ControlState(msgspec.Struct, frozen=True):
     """An operator has requested a pause."""
     sleep: Sleep = Sleep()
     """The requested sleep level of paused engines."""
+    cache_generation: int = 0
+    """See `DesiredState`."""
     has_served: bool = False
     """The cluster has served once: from then on a failed start never stops the application."""
     backoff: Backoff = msgspec.field(default_factory=Backoff)
@@ -121,6 +123,7 @@ def take_over(
         leadership=Leadership.LEADER,
         pause_requested=desired.pause_requested if desired.target else is_paused,
         sleep=desired.sleep,
+        cache_generation=desired.cache_generation,
         has_served=desired.served,
     )
 
@@ -224,6 +227,12 @@ def set_pause(
     elif sleep.level < state.sleep.level:
         sleep = replace(sleep, level=state.sleep.level)
     return replace(state, pause_requested=pause_requested, sleep=sleep)
+
+
+def reset_prefix_cache(state: ControlState) -> ControlState:
+    """Makes later requests find no block that was computed before. Raises ScaleRefused."""
+    check_accepts(state)
+    return replace(state, cache_generation=state.cache_generation + 1)
 
 
 def plan(state: ControlState, fleet: FleetView, now: float) -> tuple[ControlState, Plan]:

@@ -18,7 +18,9 @@ from swell.cluster.cli.main import main
 
 
 @pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("command", [["scale", "1"], ["drain", "0"], ["resume"], ["wake"]])
+@pytest.mark.parametrize(
+    "command", [["scale", "1"], ["drain", "0"], ["resume"], ["wake"], ["reset-prefix-cache"]]
+)
 def test_a_change_that_is_not_stored_is_reported(
     command: list[str],
     stored: bool,

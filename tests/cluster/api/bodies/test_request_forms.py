@@ -43,6 +43,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/admin/resume": {},
     "/admin/sleep": {"level": 2},
     "/admin/wake": {},
+    "/admin/reset_prefix_cache": {},
 }
 """Route -> a body that it accepts."""
 POOLING_BODIES: dict[str, dict[str, Any]] = {

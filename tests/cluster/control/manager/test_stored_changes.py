@@ -44,6 +44,23 @@ def test_a_change_is_stored_or_its_answer_marks_it_as_not_stored(failure: str) -
     run(scenario)
 
 
+def test_the_number_of_emptied_prefix_caches_outlives_the_manager() -> None:
+    """Otherwise requests would get a salt again that has blocks."""
+
+    async def scenario(harness: ManagerHarness) -> None:
+        await harness.start()
+        for count in (1, 2, 3):
+            result = await deployed(harness).reset_prefix_cache()
+            assert result.refusal is None and result.is_stored
+            await harness.settle()
+            assert harness.coordinator.kept.desired.cache_generation == count
+            assert (await harness.manager.describe())["cache_generation"] == count
+            await harness.lose_manager()
+            await harness.start()
+
+    run(scenario)
+
+
 def test_a_change_that_reaches_the_coordinator_before_the_next_manager_claims_is_kept() -> None:
     """The manager before it could not store the change."""
 
