@@ -22,6 +22,7 @@ from tests.cluster.control.fake_manager import ManagerHarness, run
 from tests.cluster.fake_cluster import FakeCluster, Stream, body, truth, until
 from tests.cluster.text import tokenizers_for_tests
 from tests.conftest import Deaths
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def test_outputs_that_cannot_be_handled_are_computed_again(
             monkeypatch.setattr(OutputProcessor, "process_outputs", lambda *a: process(*a))
             streams = [Stream(cluster, body([number], 20)) for number in range(3)]
             for number, stream in enumerate(streams):
-                await asyncio.wait_for(stream.done, 20)
+                await asyncio.wait_for(stream.done, HANG_S)
                 assert stream.ids == truth([number], 20) and stream.error is None
 
     asyncio.run(case())
@@ -89,7 +90,7 @@ def test_a_view_that_fails_to_apply_is_applied_when_it_is_resent(folder: Path) -
             cluster.coordinator.publish(roster=rosters.remove(roster, [0]))
             await until(lambda: links._failed_views)  # type: ignore[attr-defined]
             cluster.coordinator.publish()  # the coordinator's heartbeat
-            await asyncio.wait_for(stream.done, 20)
+            await asyncio.wait_for(stream.done, HANG_S)
             assert stream.ids == truth([1], 20)
 
     asyncio.run(case())

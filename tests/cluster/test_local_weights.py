@@ -18,6 +18,7 @@ from swell.cluster.local import LLM, SamplingParams
 from swell.configs.schema import ModelConfig
 from swell.worker.loader import load_weights
 from swell.worker.memory.new_weights import save_weights
+from tests.support.deadlines import HANG_S
 from tests.support.device import on_device
 from tests.support.weights.pooled_models import make as make_pooled
 from tests.worker import tiny_models
@@ -297,7 +298,7 @@ def interrupted(workers: int, call: Callable[[], None]) -> None:
         return load_weights(*arguments) if workers > 1 else interrupt()
 
     def wait(*_arguments: Any, **_options: Any) -> Any:
-        assert loads.wait(60)
+        assert loads.wait(HANG_S)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

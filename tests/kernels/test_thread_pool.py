@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.kernels.load import load_backend
+from tests.support.deadlines import HANG_S
 from tests.worker.comm.test_mesh import in_threads
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,7 @@ def threads_of_process() -> set[str]:
 
 
 def until_gone(threads: set[str]) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while threads & threads_of_process():
         if time.monotonic() > deadline:
             return False

@@ -202,7 +202,7 @@ def test_other_requests_run_while_an_adapter_is_loaded(
     may_load, load = threading.Event(), Adapters._load
 
     def slow(self: Adapters, *args: Any) -> int:
-        assert may_load.wait(60)
+        assert may_load.wait(HANG_S)
         return load(self, *args)
 
     monkeypatch.setattr(Adapters, "_load", slow)

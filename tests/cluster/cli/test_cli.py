@@ -21,6 +21,7 @@ from swell.cluster.cli.doctor import doctor_command
 from swell.cluster.cli.http_client import Client
 from swell.cluster.cli.main import COMMANDS, EXPECTED, main
 from tests.cluster.fake_server import FakeServer, running
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -239,7 +240,7 @@ def test_the_console_script_and_the_module_are_the_same() -> None:
 def test_descendants_are_found_at_any_depth() -> None:
     inner = f"import subprocess, sys; subprocess.run([{sys.executable!r}, '-c', 'input()'])"
     process = subprocess.Popen([sys.executable, "-c", inner], stdin=subprocess.PIPE)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANG_S
     while len(descendants(process.pid)) < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(descendants(process.pid)) == 1

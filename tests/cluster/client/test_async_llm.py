@@ -25,6 +25,7 @@ from swell.coordinator.wire import ClusterView
 from swell.engine.wire import EngineCoreOutputs, EngineCoreRequest, UtilityCall, UtilityOutput
 from swell.worker.sampler_wire import SamplerParams
 from tests.cluster.text import tokenizers_for_tests
+from tests.support.deadlines import HANG_S
 
 TIMEOUT_S = 0.02
 
@@ -122,7 +123,7 @@ def test_a_resumed_ingress_looks_for_an_engine_before_it_times_out(comes: bool) 
         else:
             outputs = MergedOutputs([state], SamplingParams(), RequestOutputKind.DELTA)
             with pytest.raises(NoEngine, match=r"waited 0\.02 s"):
-                await asyncio.wait_for(anext(outputs), 20)
+                await asyncio.wait_for(anext(outputs), HANG_S)
         llm.close()
 
     asyncio.run(story())

@@ -71,7 +71,7 @@ class Prometheus:
 
     def stop(self) -> None:
         self._process.terminate()
-        self._process.wait(60)
+        self._process.wait(HANG_S)
 
 
 @pytest.fixture

@@ -239,7 +239,7 @@ def test_requests_to_a_sleeping_engine_are_answered_after_it_wakes_up(cluster, l
     expected = cluster.post("/v1/chat/completions", body).json()["choices"]
 
     def until(sleep_level: int, status: int) -> None:
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + HANG_S
         while True:
             (engine,) = cluster.get("/admin/cluster").json()["engines"]
             ready = httpx.get(cluster.url + "/ready", timeout=HANG_S).status_code
@@ -255,6 +255,6 @@ def test_requests_to_a_sleeping_engine_are_answered_after_it_wakes_up(cluster, l
         time.sleep(1.0)
         assert not waiting.done()
         assert cluster.post("/admin/wake", {}).status_code == 202
-        assert waiting.result(60.0).json()["choices"] == expected
+        assert waiting.result(HANG_S).json()["choices"] == expected
     until(0, 200)
     cluster.wait_idle()

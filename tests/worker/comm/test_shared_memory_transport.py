@@ -111,11 +111,11 @@ def test_the_death_of_a_process_ends_the_operations_of_its_peers(lost: int) -> N
     for worker in workers:
         worker.start()
     for results, _ in pipes:
-        assert results.poll(240) and results.recv() == "summed"
+        assert results.poll(HANG_S) and results.recv() == "summed"
     workers[lost].kill()
     results, _ = pipes[1 - lost]
-    assert results.poll(60) and f"rank {lost} has ended" in results.recv()
-    workers[1 - lost].join(60)
+    assert results.poll(HANG_S) and f"rank {lost} has ended" in results.recv()
+    workers[1 - lost].join(HANG_S)
     assert workers[1 - lost].exitcode == 0
 
 
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_arrive_is_named_after_the_time_limit() -> None:
         mesh = build(3, rank, store)
         transport_of(mesh)._exchange.set_timeout(0.5)
         if rank == 1:
-            done.wait(60)
+            done.wait(HANG_S)
             return
         try:
             with pytest.raises(GroupError, match=r"rank 1 did not arrive in 0\.5 s"):
@@ -205,7 +205,7 @@ def test_an_abort_ends_the_forming_of_a_group(
         if formation.rank == 0:
             threading.Timer(0.1, meshes[0].abort).start()
             real(transport, formation)
-        done.wait(60)
+        done.wait(HANG_S)
         raise RuntimeError("stopped")
 
     def aborted_late(place: Any, size: int) -> Any:

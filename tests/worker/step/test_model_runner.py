@@ -288,7 +288,7 @@ def test_a_pipeline_yields_the_same_tokens(tensor, pipeline):
             runner = make_runner(mesh)
             outputs = [runner.execute_model(plan) for plan in LIFE]
             results[rank] = (runner.is_output_rank, outputs)
-            done.wait(60)
+            done.wait(HANG_S)
             mesh.close()
         except BaseException as error:
             errors.append(error)

@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from swell.cluster.api.server import connection, http_server
+from tests.support.deadlines import HANG_S
 from tests.support.paths import ROOT
 
 FOLDER = ROOT / "cluster/api/server"
@@ -101,7 +102,7 @@ def served() -> tuple[HttpToolsProtocol, RequestResponseCycle, set[str]]:
         one = recorded(config=config, server_state=ServerState(), app_state={})
         one.connection_made(Transport())
         one.data_received(b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 1\r\n\r\nx")
-        await asyncio.wait_for(finished.wait(), 60)
+        await asyncio.wait_for(finished.wait(), HANG_S)
         return one
 
     one = asyncio.run(run())
@@ -188,7 +189,7 @@ def test_a_uvicorn_server_has_the_attributes_that_swell_uses() -> None:
             patch.setattr(
                 server, "capture_signals", http_server._Server.capture_signals.__get__(server)
             )
-            await asyncio.wait_for(server.serve(sockets=[]), 60)
+            await asyncio.wait_for(server.serve(sockets=[]), HANG_S)
         return server
 
     server = asyncio.run(serve())

@@ -22,6 +22,7 @@ from swell.configs.schema import load
 from swell.coordinator.actor import Coordinator, find
 from swell.engine.serving.actor import EngineActor
 from swell.worker.actor import WorkerActor
+from tests.support.deadlines import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -101,8 +102,8 @@ def test_a_recovered_coordinator_is_found_by_many_waiting_callers(cluster: RayCl
             "coordinator-3", NAMESPACE, CONFIG, False, endpoint, True
         )
         waiting = [asyncio.ensure_future(cluster.call(actor, "view")) for _ in range(40)]
-        contact = await asyncio.wait_for(cluster.call(actor, "contact"), 120.0)
-        assert await asyncio.wait_for(cluster.call(actor, "probe"), 20.0)
+        contact = await asyncio.wait_for(cluster.call(actor, "contact"), HANG_S)
+        assert await asyncio.wait_for(cluster.call(actor, "probe"), HANG_S)
         assert await asyncio.to_thread(find, contact, 20.0) == contact
         assert not any(call.done() for call in waiting), "it has recovered meanwhile"
         for call in waiting:
