@@ -146,6 +146,26 @@ def test_a_warm_prefix_changes_nothing_and_is_counted(cluster):
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
 
 
+def test_no_prefix_is_found_after_a_reset(cluster):
+    """The ingress hears of the reset a moment after its answer."""
+    body = chat("upper: " + "fed cba " * 8, temperature=0, max_tokens=20)
+
+    def ask() -> tuple[int, list[dict]]:
+        answer = cluster.post("/v1/chat/completions", body).json()
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"]
+
+    _, expected = ask()
+    before = cluster.get("/admin/cluster").json()["cache_generation"]
+    assert cluster.post("/admin/reset_prefix_cache", {}).status_code == 202
+    assert cluster.get("/admin/cluster").json()["cache_generation"] == before + 1
+    deadline = time.monotonic() + HANG_S
+    while (found := ask())[0]:
+        assert found[1] == expected and time.monotonic() < deadline, found
+    assert found == (0, expected)
+    cached, choices = ask()
+    assert cached > 0 and choices == expected
+
+
 def generated_tokens(cluster: Cluster) -> float:
     text = cluster.get("/metrics").text
     return float(re.search(r"^swell_generation_tokens_total (\S+)", text, re.M).group(1))
