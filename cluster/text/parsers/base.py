@@ -93,6 +93,8 @@ class AnswerReader(Parser, TextReader):
             yield
 
     def _take_deltas(self) -> list[AnswerDelta]:
+        if not self._deltas:
+            return []
         deltas, self._deltas = self._deltas, []
         return merge(deltas)
 

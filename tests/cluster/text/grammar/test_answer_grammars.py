@@ -167,7 +167,7 @@ def test_forced_calls_that_are_cut_off_show_no_markup(name: str):
 )
 def test_chosen_calls_that_are_cut_off_show_no_markup(name: str, fields: dict[str, Any]):
     body = request(tools=STRICT, reasoning_effort="none", **fields)
-    answer = walk(name, body, likes=OPENERS)
+    answer = walk(name, body, likes=OPENERS, max_tokens=300)
     assert answer.message.tool_calls
     start_markers = [opener.strip() for opener in tool_format(model_kind(name).tools).start_markers]
     lengths = [*range(min(len(answer.ids), 30)), *range(30, len(answer.ids), 25)]
