@@ -113,7 +113,8 @@ class ByteTokenizer:
 
 
 _PLAIN = [EOS, *range(32, 127), 10, *"｜▁".encode(), *range(EOS + 1, len(ByteTokenizer.tokens))]
-_CLOSING = [*b'"}]', *range(EOS + 1, len(ByteTokenizer.tokens))]
+_CLOSING = {*b'"}]', *range(EOS + 1, len(ByteTokenizer.tokens))}
+_MARKS = {*SPECIAL.values()}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def walk(matcher: Any, rng: random.Random, opening: str) -> str | None:
         if EOS in allowed and (len(allowed) == 1 or rng.random() < 0.5):
             return b"".join(ByteTokenizer.tokens[i] for i in ids).decode()
         choices = closing if closing and rng.random() < min(0.9, 0.2 + step / 100) else allowed
-        marks = [i for i in allowed if i in SPECIAL.values()]
+        marks = [i for i in allowed if i in _MARKS]
         if marks and rng.random() < 0.3:
             choices = marks
         token = rng.choice([i for i in choices if i != EOS] or choices)

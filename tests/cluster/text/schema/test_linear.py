@@ -159,12 +159,15 @@ def cost_s(read: Callable[[Any], object], value: Any) -> float:
 
 
 def growth(read: Callable[[Any], object], make: Callable[[int], Any]) -> float:
-    """Returns the minimum cost of the large input divided by that of the small one. A round reads
-    the small one twice: the first call of a function takes longer. Takes up to twenty rounds while
+    """Returns the minimum cost of the large input divided by that of the small one, or an upper
+    bound of it below the limit. A round reads the small one twice: the first call of a function
+    takes longer. Takes up to twenty rounds while
     the ratio is too high, because the CPU may change its speed between them. Quadratic work stays
     above the limit."""
     small, large = make(SMALL), make(SMALL * GROWTH)
-    small_s = large_s = math.inf
+    small_s, large_s = math.inf, cost_s(read, large)
+    if large_s < LIMIT * FLOOR_S:
+        return large_s / FLOOR_S
     for _ in range(20):
         small_s = max(min(small_s, cost_s(read, small), cost_s(read, small)), FLOOR_S)
         large_s = min(large_s, cost_s(read, large))
