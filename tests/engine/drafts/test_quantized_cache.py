@@ -105,7 +105,7 @@ def with_and_without(
         assert drafter_of(llm).num_drafts > 0
     pairs = [
         (own, other)
-        for tokens, proposed in proposals.found
+        for tokens, proposed in proposals.longest_first
         for own, other in zip(plain.propose(list(tokens), len(proposed)), proposed, strict=True)
     ]
     assert len(pairs) > 30

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn.functional import embedding, linear, scaled_dot_product_attention, silu
 from transformers import AutoModelForCausalLM
 
+from tests.support.weights.prefixes import PrefixValues
+
 SCALE = 0.2
 """Standard deviation of the weights, large enough that drafts differ between rows."""
 
@@ -88,6 +90,7 @@ class PlainHead:
 
     def __init__(self, folder: str, model: str) -> None:
         self._proposals: dict[tuple[int, ...], list[int]] = {}
+        self._features = PrefixValues(self._compute_features)
         self._weights = load_file(str(Path(folder, "model.safetensors")))
         self._config = json.loads(Path(folder, "config.json").read_text())
         self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -118,7 +121,7 @@ class PlainHead:
             features = torch.cat((features, own[-1:]))
         return proposals
 
-    def _features(self, tokens: list[int]) -> Tensor:
+    def _compute_features(self, tokens: list[int]) -> Tensor:
         found = self._model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
         if not self._is_third:
             return found[-1][0]

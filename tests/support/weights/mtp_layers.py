@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from tests.engine.engine_harness import NANO
+from tests.support.weights.prefixes import PrefixValues
 from tests.worker import tiny_models
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
@@ -140,6 +141,7 @@ class PlainLayer:
     def __init__(self, folder: str, model: str = "") -> None:
         """`model` computes the hidden states, if it is not the one in `folder`."""
         self._proposals: dict[tuple[int, ...], list[int]] = {}
+        self._features = PrefixValues(self._compute_features)
         self._model = _whole(model or folder)
         carrier = _whole(folder)
         carrier._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\.", r"^mtp\."]
@@ -162,8 +164,7 @@ class PlainLayer:
     @torch.no_grad()
     def _compute(self, tokens: list[int], count: int) -> list[int]:
         """The layer reads the model's hidden states of all tokens except the last."""
-        out = self._model(torch.tensor([tokens[:-1]]), output_hidden_states=True)
-        features = out.hidden_states[-1]
+        features = self._features(tokens[:-1])[None]
         known, proposals = tokens[1:], []
         for _ in range(count):
             own = self._mtp.forward_layer(
@@ -177,6 +178,9 @@ class PlainLayer:
             known = [*known, proposals[-1]]
             features = torch.cat((features, own[:, -1:]), 1)
         return proposals
+
+    def _compute_features(self, tokens: list[int]) -> Tensor:
+        return self._model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         return self._mtp.embed_tokens(ids) if self._embed is None else self._embed[ids]
