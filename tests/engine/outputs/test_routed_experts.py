@@ -4,7 +4,8 @@ cache, interrupt and move the work, and for any request that filled the cache.""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,26 @@ def pairs() -> Iterator[object]:
             yield pytest.param(name, model, marks=marks)
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    """Returns a function from a name to its model; each model is made once."""
+
+    @cache
+    def find(name: str) -> Model:
+        if name == "nano-moe":
+            return Model(NANO_MOE)
+        folder = tmp_path_factory.mktemp("moe")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(Path(NANO) / file, folder)
+        tiny_models.make(folder, name)
+        return Model(str(folder))
+
+    return find
+
+
 @pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    if request.param == "nano-moe":
-        return Model(NANO_MOE)
-    folder = tmp_path_factory.mktemp("moe")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(Path(NANO) / name, folder)
-    tiny_models.make(folder, request.param)
-    return Model(str(folder))
+def model(request: pytest.FixtureRequest, models: Callable[[str], Model]) -> Model:
+    return models(request.param)
 
 
 def routing(model: Model, **overrides: Any) -> LLM:
