@@ -42,7 +42,6 @@ STARTS_NONE = {
     "tests/engine/serving/test_actor.py": "Ray's answers are planted",
     "tests/engine/executor/test_worker_replacement.py": "errors of Ray",
     "tests/faults/hosts/test_hosts.py": "hosts without Ray",
-    "tests/pages/test_reliability_page.py": "Ray's constants",
 }
 NOTES_ITS_IMPORT = """
 import os

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 
 import pytest
-from ray._raylet import Config as RayConfig
 
 from tests.faults.hosts import hosts
 from tests.support.reliability_claims import LIMITS, MECHANISMS, PROMISE
@@ -86,9 +89,22 @@ def test_the_tests_exist(name: str) -> None:
     assert function in functions(file)
 
 
+def defaults_of_ray() -> dict[str, int]:
+    """Returns the values in a new process without settings of Ray: a process keeps those that it
+    had when it first imported Ray."""
+    code = (
+        "import json; from ray._raylet import Config; "
+        f"print(json.dumps([getattr(Config, 'health_check_' + name)() for name in {SETTINGS}]))"
+    )
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    run = [sys.executable, "-c", code]
+    values = subprocess.run(run, env=env, capture_output=True, text=True, check=True).stdout
+    return dict(zip(SETTINGS, json.loads(values.splitlines()[-1]), strict=True))
+
+
 def test_the_times_of_health_checks_are_those_on_the_page() -> None:
     """Compares the defaults of Ray, the files for `ray up`, and the host tool."""
-    own = {name: getattr(RayConfig, f"health_check_{name}")() for name in SETTINGS}
+    own = defaults_of_ray()
     script = (ROOT / "configs" / "ray" / "environment.sh").read_text()
     ours = {
         name: int(re.search(rf"RAY_health_check_{name}=(\d+)", script)[1])  # type: ignore[index]
