@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from swell.engine.kv.block_hash import pack_tokens
+from swell.engine.row_drafts import RowDrafts
 from swell.engine.wire import (
     REPETITION_DETECTED,
     EngineCoreOutput,
@@ -18,9 +18,6 @@ from swell.engine.wire import (
     RepetitionPattern,
 )
 from swell.worker.sampler_wire import Extra, TokenLogprobs
-
-if TYPE_CHECKING:
-    from swell.engine.scheduling.drafter import RowDrafts
 
 MAX_FAILED_ATTEMPTS = 2
 """Maximum number of consecutive losses of engines or workers during steps of a request, without a

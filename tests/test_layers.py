@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatch
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -247,6 +248,39 @@ def test_folders_side_by_side_import_one_way_only() -> None:
         and one < other
     }
     assert both_ways == set()
+
+
+CLOSE_A_CIRCLE = {
+    "configs/files/gguf/tokenizer.py": "loads the module of the file's kind of tokenizer",
+    "cluster/api/tracing/exporter.py": "loads the module with an optional library",
+    "worker/model_interfaces.py": "names the types of layers in its protocols",
+}
+"""Files that import modules that import them -> why."""
+
+
+def circle(without: Collection[str]) -> list[str]:
+    """Returns files that import each other in a circle, if there are any, also for types alone.
+    `without`: files whose imports do not count."""
+    graph = {
+        name: {
+            path
+            for module in imports(name)
+            if (path := f"{module.removeprefix('swell.').replace('.', '/')}.py") in FILES
+        }
+        for name in FILES
+        if name not in without
+    }
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [*error.args[1]]
+    return []
+
+
+def test_files_do_not_import_each_other() -> None:
+    assert circle(CLOSE_A_CIRCLE) == []
+    for name in CLOSE_A_CIRCLE:
+        assert name in circle([*CLOSE_A_CIRCLE.keys() - {name}]), f"{name} closes no circle"
 
 
 def _on_a_runtime() -> list[str]:

@@ -22,7 +22,8 @@ from collections.abc import Mapping, Sequence
 from swell.configs.drafts import DraftsConfig
 from swell.engine.kv.kv_cache_manager import KVCacheManager
 from swell.engine.request import Request
-from swell.engine.scheduling.drafter import Proposer, ProposingDrafter
+from swell.engine.row_drafts import Proposer
+from swell.engine.scheduling.drafter import ProposingDrafter
 from swell.engine.scheduling.step_builder import StepBuilder
 
 PATIENCE = 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 from array import array
 
 from swell.configs.drafts import DraftsConfig
-from swell.engine.scheduling.drafter import Proposer, ProposingDrafter
+from swell.engine.row_drafts import Proposer
+from swell.engine.scheduling.drafter import ProposingDrafter
 
 INDEX_TOKENS = 1 << 15
 """Minimum number of the newest tokens of a row that are indexed; the maximum is twice as many,

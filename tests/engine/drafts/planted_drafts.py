@@ -10,7 +10,8 @@ import msgspec
 
 from swell.engine.core import EngineCore
 from swell.engine.request import Request
-from swell.engine.scheduling.drafter import Proposer, ProposingDrafter
+from swell.engine.row_drafts import Proposer
+from swell.engine.scheduling.drafter import ProposingDrafter
 from swell.engine.wire import EngineCoreRequest
 
 Answers = Callable[[EngineCoreRequest], Sequence[int]]

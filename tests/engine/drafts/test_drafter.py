@@ -8,12 +8,12 @@ from typing import get_args, get_type_hints
 import msgspec
 import pytest
 
+from swell.engine import row_drafts
 from swell.engine.request import Request
-from swell.engine.scheduling import drafter
+from swell.engine.row_drafts import Proposer
 from swell.engine.scheduling.drafter import (
     DRAFTERS,
     Drafter,
-    Proposer,
     ProposingDrafter,
     make_drafter,
 )
@@ -112,9 +112,9 @@ def test_wrong_drafts_pause_drafting_with_growing_delays():
     assert token_ids(run(core)["r"]) == expected(wanted)
     steps = [step for step, drafts in enumerate(numbers_of_drafts(core)) if drafts]
     pauses = [later - earlier - 1 for earlier, later in pairwise(steps)]
-    first, longest = drafter.FIRST_PAUSE, drafter.FIRST_PAUSE << drafter.MAX_DOUBLINGS
+    first, longest = row_drafts.FIRST_PAUSE, row_drafts.FIRST_PAUSE << row_drafts.MAX_DOUBLINGS
     assert pauses == [min(first << i, longest) for i in range(len(pauses))] and len(pauses) >= 5
-    assert numbers_of_drafts(core)[steps[0]] == [drafter.FIRST_LENGTH]
+    assert numbers_of_drafts(core)[steps[0]] == [row_drafts.FIRST_LENGTH]
     assert all(numbers_of_drafts(core)[step] == [1] for step in steps[1:])
 
 
@@ -191,7 +191,7 @@ def test_a_draft_may_follow_a_token_in_flight():
     core.add_request(wanted, CLIENT)
     core.step()  # both steps are submitted, and the first is read
     second = core.executor.plans[1]
-    assert second.drafts == {0: expected(wanted)[1 : 1 + drafter.FIRST_LENGTH]}
+    assert second.drafts == {0: expected(wanted)[1 : 1 + row_drafts.FIRST_LENGTH]}
     assert token_ids(run(core)["r"]) == expected(wanted)[1:]
 
 

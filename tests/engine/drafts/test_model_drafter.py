@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from swell.configs.drafts import MAX_DRAFTS
+from swell.engine import row_drafts
 from swell.engine.core import EngineCore
-from swell.engine.scheduling import drafter
 from swell.engine.scheduling.model_drafter import ProposedTokens
 from swell.engine.wire import EngineCoreRequest
 from swell.worker.sampler_wire import SamplerParams
@@ -54,9 +54,9 @@ def test_proposals_become_drafts_of_the_next_step(depth: int, chunk: int) -> Non
     answer(core, request("r", [1, 2, 3, 4, 5], 41))
     assert_all_right(core)
     drafts = [len(tokens) for plan in core.executor.plans for tokens in plan.drafts.values()]
-    assert drafts[0] == drafter.FIRST_LENGTH and drafts[1:-1] == [4] * len(drafts[1:-1])
+    assert drafts[0] == row_drafts.FIRST_LENGTH and drafts[1:-1] == [4] * len(drafts[1:-1])
     asked = [count for plan in core.executor.plans for count in plan.proposals.values()]
-    assert asked[0] == drafter.FIRST_LENGTH + depth - 1, "the first come behind tokens in flight"
+    assert asked[0] == row_drafts.FIRST_LENGTH + depth - 1, "the first come behind tokens in flight"
     assert len(asked) <= len(drafts) + 1, "no row asks again before the answer"
 
 
@@ -140,10 +140,10 @@ def test_wrong_proposals_shorten_and_then_pause_drafting() -> None:
     }
     answer(core, wanted)
     drafts = [len(tokens) for plan in core.executor.plans for tokens in plan.drafts.values()]
-    assert drafts[0] == drafter.FIRST_LENGTH and set(drafts[1:]) == {1}
+    assert drafts[0] == row_drafts.FIRST_LENGTH and set(drafts[1:]) == {1}
     steps = [step for step, plan in enumerate(core.executor.plans) if plan.drafts]
     pauses = [later - earlier - 1 for earlier, later in pairwise(steps)]
-    first = drafter.FIRST_PAUSE
+    first = row_drafts.FIRST_PAUSE
     assert pauses[:4] == [0, first, 2 * first, 4 * first]
 
 

@@ -7,7 +7,8 @@ content\n\n<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n
 
 from __future__ import annotations
 
-from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser
+from swell.cluster.text.parsers.notations.markup import MarkupParser
+from swell.cluster.text.parsers.notations.markup_grammar import Markup
 
 DSML = "｜DSML｜"
 DSML_OPEN, DSML_CLOSE = f"<{DSML}function_calls>", f"</{DSML}function_calls>"

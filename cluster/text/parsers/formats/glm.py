@@ -6,7 +6,8 @@ content\n<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_ca
 from __future__ import annotations
 
 from swell.cluster.text.parsers.formats.hermes import CLOSE, OPEN
-from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser
+from swell.cluster.text.parsers.notations.markup import MarkupParser
+from swell.cluster.text.parsers.notations.markup_grammar import Markup
 
 GLM_KEY, GLM_KEY_END = "<arg_key>", "</arg_key>"
 GLM_VALUE, GLM_VALUE_END = "<arg_value>", "</arg_value>"

@@ -6,7 +6,8 @@ content\n<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</paramete
 
 from __future__ import annotations
 
-from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser
+from swell.cluster.text.parsers.notations.markup import MarkupParser
+from swell.cluster.text.parsers.notations.markup_grammar import Markup
 
 MINIMAX_OPEN, MINIMAX_CLOSE = "<minimax:tool_call>", "</minimax:tool_call>"
 

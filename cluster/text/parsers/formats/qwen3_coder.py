@@ -6,7 +6,8 @@ content\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\
 from __future__ import annotations
 
 from swell.cluster.text.parsers.formats.hermes import CLOSE, OPEN
-from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser
+from swell.cluster.text.parsers.notations.markup import MarkupParser
+from swell.cluster.text.parsers.notations.markup_grammar import Markup
 
 QWEN_FUNCTION, QWEN_PARAMETER, QWEN_END = "<function=", "<parameter=", "</function>"
 

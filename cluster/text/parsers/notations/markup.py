@@ -12,14 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from swell.cluster.text.parsers.call_reader import MAX_NAME_CHARS, Call
 from swell.cluster.text.parsers.deltas import Tool
 from swell.cluster.text.parsers.grammar import CallGrammar, GrammarBuilder
 from swell.cluster.text.parsers.marker_search import Matcher
 from swell.cluster.text.parsers.notations.json_check import JSON_TYPES
-from swell.cluster.text.parsers.notations.markup_grammar import markup_calls
+from swell.cluster.text.parsers.notations.markup_grammar import Markup, markup_calls
 from swell.cluster.text.parsers.notations.sections import SectionParser
 from swell.cluster.text.parsers.notations.typed_text import (
     STRING,
@@ -31,31 +29,6 @@ from swell.cluster.text.parsers.text_reader import NotRead, Reading
 
 _NAME = re.compile(rf'[^\s<>"]{{0,{MAX_NAME_CHARS + 1}}}')
 _KEY = re.compile(rf'[^\r\n<>"]{{0,{MAX_NAME_CHARS + 1}}}')
-
-
-class Markup(msgspec.Struct, frozen=True, kw_only=True):
-    """The texts around the elements of a call, as a model is trained to write them."""
-
-    name_end: str
-    """Text after the name of the tool; empty if the first element or the end follows directly."""
-    key_begin: str
-    key_ends: tuple[str, ...]
-    """Texts after the name of an argument. If there are two, the first marks the value as a string,
-    the second as another value."""
-    value_begin: str = ""
-    """Text between the end of a key and the value."""
-    value_end: str
-    call_ends: tuple[str, ...]
-    """Texts that end a call, the correct one first."""
-    padding: str = ""
-    """Text at both ends of a value that does not belong to it."""
-    other_value_ends: tuple[str, ...] = ()
-    """Texts that also end a value, for models that forget `value_end`: they normally follow it."""
-
-    def value_ends(self) -> tuple[str, ...]:
-        """Returns the texts that end a value wherever they occur."""
-        padded = (self.padding + self.value_end,) if self.padding else ()
-        return (self.value_end, *padded, *self.other_value_ends)
 
 
 class MarkupCall(Call):
@@ -173,7 +146,7 @@ class MarkupParser(SectionParser):
 
     @classmethod
     def call_grammar(cls, builder: GrammarBuilder) -> CallGrammar:
-        return markup_calls(cls, builder)
+        return markup_calls(cls, cls.markup, builder)
 
     def _new_call(self, *, bare: bool) -> MarkupCall:
         return MarkupCall(self.markup, self._types, self._tools if bare else None)

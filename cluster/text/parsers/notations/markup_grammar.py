@@ -1,4 +1,5 @@
-"""Grammars of calls with one markup element for each argument (`markup.py`).
+"""The texts of a call with one markup element for each argument, and the grammar of such calls.
+`markup.py` reads them.
 
     call: "<function=" (call_0 | call_1) "</function>"
     call_0: "f>" nl arg_0_0 (arg_0_1)?
@@ -14,7 +15,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import msgspec
 
 from swell.cluster.text.grammar.lark_compiler import MAX_BYTES
 from swell.cluster.text.grammar.structured_output import inline_json
@@ -28,6 +31,7 @@ from swell.cluster.text.parsers.grammar import (
     marker_expression,
     parameters_of,
 )
+from swell.cluster.text.parsers.notations.sections import SectionParser
 from swell.cluster.text.parsers.notations.text_grammar import (
     ANNOTATIONS,
     DEFINITIONS,
@@ -39,9 +43,6 @@ from swell.cluster.text.parsers.notations.text_grammar import (
 )
 from swell.cluster.text.parsers.notations.typed_text import STRING, schema_types
 
-if TYPE_CHECKING:
-    from swell.cluster.text.parsers.notations.markup import Markup, MarkupParser
-
 NAME = re.compile(r'[^\s<>"]{1,256}')
 KEY = re.compile(r'[^\s<>"]([^\r\n<>"]{0,254}[^\s<>"])?')
 _EXTRA_KEY = "[A-Za-z_][-.A-Za-z0-9_]{0,63}"
@@ -49,8 +50,33 @@ _EXTRA_KEY = "[A-Za-z_][-.A-Za-z0-9_]{0,63}"
 _KEYWORDS = OBJECT_KEYWORDS | DEFINITIONS | ANNOTATIONS
 
 
-def markup_calls(kind: type[MarkupParser], builder: GrammarBuilder) -> CallGrammar:
-    choice, markup = any_call(builder.tools), kind.markup
+class Markup(msgspec.Struct, frozen=True, kw_only=True):
+    """The texts around the elements of a call, as a model is trained to write them."""
+
+    name_end: str
+    """Text after the name of the tool; empty if the first element or the end follows directly."""
+    key_begin: str
+    key_ends: tuple[str, ...]
+    """Texts after the name of an argument. If there are two, the first marks the value as a string,
+    the second as another value."""
+    value_begin: str = ""
+    """Text between the end of a key and the value."""
+    value_end: str
+    call_ends: tuple[str, ...]
+    """Texts that end a call, the correct one first."""
+    padding: str = ""
+    """Text at both ends of a value that does not belong to it."""
+    other_value_ends: tuple[str, ...] = ()
+    """Texts that also end a value, for models that forget `value_end`: they normally follow it."""
+
+    def value_ends(self) -> tuple[str, ...]:
+        """Returns the texts that end a value wherever they occur."""
+        padded = (self.padding + self.value_end,) if self.padding else ()
+        return (self.value_end, *padded, *self.other_value_ends)
+
+
+def markup_calls(kind: type[SectionParser], markup: Markup, builder: GrammarBuilder) -> CallGrammar:
+    choice = any_call(builder.tools)
     begin = builder.marker(kind.call_begin) if kind.call_begin else ""
     one = f"nl {begin} ({choice}) {builder.marker(markup.call_ends[0])}"
     end = f"nl {builder.marker(kind.end_markers[0])}" if kind.end_markers else ""
