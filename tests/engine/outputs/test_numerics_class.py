@@ -27,10 +27,19 @@ pytestmark = [
     pytest.mark.skipif(numerics("cpu") is None, reason="no compiler: torch computes"),
 ]
 
+ENGINES = {
+    ("qwen3", "native"): True,
+    ("gemma3", "native"): True,
+    ("qwen3_moe", "native"): True,
+    ("llama", "transformers"): False,
+}
+"""Family and backend of an engine -> whether torch's vectors do not change its class."""
+
 PROGRAM = """
 import sys
 from tests.engine.outputs.test_numerics_class import run_engine
-print(*run_engine(*sys.argv[1:]), sep="\\n")
+for folder, backend in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+    print(*run_engine(folder, backend), sep="\\n")
 """
 
 
@@ -55,32 +64,38 @@ def run_engine(folder: str, backend: str) -> tuple[str, str]:
     return core.limits.numerics, repr(found)
 
 
-def class_and_answer(folder: Path, backend: str, **environment: str) -> list[str]:
-    command = [sys.executable, "-c", PROGRAM, str(folder), backend]
+Found = dict[tuple[str, str], tuple[str, str]]
+
+
+def classes_and_answers(folders: Path, **environment: str) -> Found:
+    """Runs all engines in a new process. Returns what `run_engine` returns for each."""
+    command = [sys.executable, "-c", PROGRAM]
+    for family, backend in ENGINES:
+        command += [str(folders / family), backend]
     environment = {**os.environ, **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.splitlines()[-2:]
+    lines = done.stdout.splitlines()[-2 * len(ENGINES) :]
+    return dict(zip(ENGINES, zip(lines[::2], lines[1::2], strict=True), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("family", "backend", "is_one_class"),
-    [
-        ("qwen3", "native", True),
-        ("gemma3", "native", True),
-        ("qwen3_moe", "native", True),
-        ("llama", "transformers", False),
-    ],
-)
+@pytest.fixture(scope="module")
+def wide_and_narrow(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    folders = tmp_path_factory.mktemp("models")
+    for family, _ in ENGINES:
+        tiny_models.make(folders / family, family)
+    narrow = classes_and_answers(folders, ATEN_CPU_CAPABILITY="avx2")
+    return classes_and_answers(folders), narrow
+
+
+@pytest.mark.parametrize("engine", ENGINES, ids="-".join)
 def test_torch_belongs_to_the_class_where_it_computes(
-    tmp_path: Path, family: str, backend: str, is_one_class: bool
+    wide_and_narrow: tuple[Found, Found], engine: tuple[str, str]
 ) -> None:
-    tiny_models.make(tmp_path, family)
-    own = class_and_answer(tmp_path, backend)
-    narrow = class_and_answer(tmp_path, backend, ATEN_CPU_CAPABILITY="avx2")
+    own, narrow = (found[engine] for found in wide_and_narrow)
     assert own[0].startswith(f"{numerics('cpu')}-")
     assert "logprobs" in own[1].lower()
-    if is_one_class:
+    if ENGINES[engine]:
         assert own == narrow
     else:
         assert own[0] != narrow[0]
