@@ -39,6 +39,8 @@ class FaultEffect:
     """The numbers of engines that are valid afterwards."""
     victims: frozenset[int] = frozenset()
     """Processes that must be gone and have successors."""
+    ranks: frozenset[int] = frozenset()
+    """The engines whose processes were hit."""
     expects_no_restart: bool = False
     """Whether no process may be replaced."""
     unreached: frozenset[str] = frozenset()
@@ -145,7 +147,8 @@ def _signal(action: str, *kinds: str) -> Fault:
             await send(pid)
         victims = frozenset() if expects_no_restart else frozenset(pid for pid, _name in found)
         text = f"{action} " + " and ".join(f"{name} (pid {pid})" for pid, name in found)
-        return FaultEffect(text, frozenset({state.target}), victims, expects_no_restart)
+        ranks = frozenset(e.rank for e in state.engines if e.pid in {pid for pid, _name in found})
+        return FaultEffect(text, frozenset({state.target}), victims, ranks, expects_no_restart)
 
     return Fault(
         f"{action}-{'+'.join(kinds)}",

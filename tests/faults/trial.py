@@ -85,6 +85,8 @@ class Cell(msgspec.Struct, frozen=True):
     """The sum of the counters of all ingresses; a coordinator that dies forgets those of former
     ones."""
     problems: list[str]
+    num_hit: int = 0
+    """The number of answers that engines which were hit had begun, as far as clients knew it."""
 
     @property
     def good(self) -> bool:
@@ -286,6 +288,7 @@ class _Record:
         self._resubmitted = resubmitted
         self._effects: list[str] = []
         self._in_flight: list[int] = []
+        self._num_hit = 0
         self._recover_s: list[float] = []
         self._may_cut: set[str] = set()
         """Addresses whose connections may have been lost with an ingress."""
@@ -346,7 +349,11 @@ class _Record:
         if fault.hits_host and self._undoing is not None and not self._undoing.done():
             raise NotReached("a host has another fault")
         began = time.monotonic()
+        computing = [
+            answer.engines.rpartition(",")[2].strip() for answer in self._load.open.values()
+        ]
         effect = await fault.act(self._monitor, before, self._rng)
+        self._num_hit += sum(computing.count(str(rank)) for rank in effect.ranks)
         open_answers = list(self._load.open.values())
         self._effects.append(effect.text)
         if fault.cuts_connections:
@@ -401,6 +408,7 @@ class _Record:
             next_p99_s=percentile(waits, 0.99),
             resubmitted=max(0, round(counter - self._resubmitted)),
             problems=self.problems,
+            num_hit=self._num_hit,
         )
 
     def _break(self, problem: str) -> None:

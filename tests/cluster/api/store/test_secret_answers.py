@@ -76,6 +76,7 @@ class Describing(Failing):
                 hang_reports=(),
                 upgrade={"phase": "failed", "error": error},
                 scaling={},
+                cache_generation=0,
             ),
         )
 

@@ -342,6 +342,7 @@ def test_describe_has_all_fields_of_the_contract() -> None:
             "pending": None,
             "draining_nodes": [],
             "hang_reports": ["host:engine", "host:worker"],
+            "cache_generation": 0,
         }
 
     run(scenario, data=2)
