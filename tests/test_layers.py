@@ -259,7 +259,7 @@ CLOSE_A_CIRCLE = {
 
 
 def circle(without: Collection[str]) -> list[str]:
-    """Returns files that import each other in a circle, if there are any, also for types alone.
+    """Returns files that import each other in a circle, if there are any. Imports for types count.
     `without`: files whose imports do not count."""
     graph = {
         name: {
